@@ -1,0 +1,329 @@
+"""TieredCache: the K/V of one batch of sequences.
+
+Owns which tokens the layers' columns hold, and whether what they hold or what is stored serves a prompt better. Refuses
+to own when that happens in a generate() call (session) and the way to and from the stack (binding).
+"""
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from tiered_cache.errors import CacheInUseError, ConfigError, TieredCacheError
+from tiered_cache.hf import compat
+from tiered_cache.hf.binding import Binding
+from tiered_cache.hf.columns import Columns, count_tokens
+from tiered_cache.hf.explain import Refusal, describe
+from tiered_cache.hf.layers import GrowableLayer
+from tiered_cache.stack import TierStack, check_stack, default_stack
+from tiered_cache.usage import MissReason, Usage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """What a cache held before a call: its layers, and the tokens of their columns as far as they are known."""
+
+    layers: list[Any]
+    columns: Columns | None
+    binding: Binding | None
+
+    @property
+    def length(self) -> int:
+        """Columns in the layers, known or not."""
+        lengths = [int(layer.get_seq_length()) for layer in self.layers if hasattr(layer, "get_seq_length")]
+        return max(lengths, default=0)
+
+    def serves(self, prompt: Columns, identity: bytes) -> int:
+        """Return how many leading columns of `prompt` these layers hold, for the model `identity`."""
+        if self.columns is None or self.binding is None or self.binding.identity != identity:
+            return 0
+        if any(not isinstance(layer, GrowableLayer) for layer in self.layers):
+            return 0
+        whole = min(int(layer.get_seq_length()) for layer in self.layers)
+        return min(self.columns.shared(prompt), whole)
+
+
+class TieredCache(DynamicCache):
+    """A drop-in DynamicCache that reuses every prefix its stack has seen:
+
+        model.generate(**inputs, past_key_values=TieredCache())
+
+    One object is one batch of sequences: make one for each call, or keep one for a chat. Not for two calls at once.
+
+    Args:
+        stack: where K/V are kept between calls; the default stack if None.
+        salt: str or bytes; what is stored under one salt is never found under another.
+
+    Attributes:
+        usage: token counts of the last generate() or restore().
+
+    Raises:
+        ConfigError: `stack` is no TierStack, or `salt` is neither str nor bytes.
+        ClosedError: `stack` is closed.
+    """
+
+    # Set by generation.py, which installs the hooks; without them a used cache cannot tell one prompt from another.
+    install_hooks: ClassVar[Callable[[], None]]
+    hooks_installed: ClassVar[bool] = False
+    is_tiered: ClassVar[bool] = True  # how the hooks know their caches, also across reloads of this package
+
+    layers: list[Any]
+
+    def __init__(self, stack: TierStack | None = None, *, salt: str | bytes | None = None) -> None:
+        if salt is not None and not isinstance(salt, str | bytes):
+            raise ConfigError(f"TieredCache(salt=...) must be a str or bytes, not {type(salt).__name__}.")
+        type(self).install_hooks()
+        super().__init__()
+        self.layer_class_to_replicate = GrowableLayer
+        self.stack = default_stack() if stack is None else check_stack(stack, "TieredCache(stack=...)")
+        self.usage = Usage()
+        self.session: Any = None  # the generate() call that is using this cache
+        self.columns: Columns | None = None  # the tokens of the layers' columns, as far as they are known
+        self._salt = salt.encode() if isinstance(salt, str) else salt or b""
+        self._binding: Binding | None = None
+        self._may_store = False
+        self._by_hand = False  # filled through restore(), which needs no hooks
+        self._refusal: Refusal | None = None
+
+    # --- for loops written by hand ----------------------------------------------------------------------------------
+
+    def restore(self, model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
+        """Bring the longest known prefix of `input_ids` `[B, T]` into this cache and return its length n < T in columns.
+
+        Then run the model on `input_ids[:, n:]` with this cache and the whole `attention_mask`, and `commit`.
+
+        Args:
+            model: the model that will run; its device holds the K/V.
+            input_ids: the whole prompt, left-padded where rows differ in length.
+            attention_mask: `[B, T]`, 0 for left pads; None for no pads.
+
+        Raises:
+            ConfigError: a shape does not fit.
+            CacheInUseError: a generate() call is using this cache.
+            UnsupportedModelError: an encoder-decoder model.
+        """
+        self._check_free()
+        compat.check_decoder(model)
+        prompt = Columns.of(input_ids, attention_mask)
+        resident = self.take_out()
+        refusal = self.bind(model)
+        self._by_hand = True
+        columns = self.reuse(prompt, count_tokens(input_ids, attention_mask), 1, resident, refusal)
+        self.stack.record(self.usage)
+        return columns
+
+    def commit(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> None:
+        """Store the K/V this cache holds for `input_ids` `[B, T]`, the tokens fed so far (and perhaps some not fed yet).
+
+        Args:
+            input_ids: all tokens from the first column on, restored ones included.
+            attention_mask: `[B, T]`, as for `restore`.
+
+        Raises:
+            ConfigError: restore() was not called, or `input_ids` are not the tokens this cache was restored for.
+            CacheInUseError: a generate() call is using this cache.
+        """
+        self._check_free()
+        if not self._by_hand:
+            raise ConfigError("commit() needs restore(model, input_ids) before it: that says which model fed this cache.")
+        columns, length = Columns.of(input_ids, attention_mask), self.get_seq_length()
+        if columns is None:
+            raise ConfigError("attention_mask must be left pads (0) followed by tokens (1) in every row to commit.")
+        if columns.length < length:
+            raise ConfigError(
+                f"input_ids has {columns.length} columns, but this cache holds {length}. Pass all tokens that were fed, "
+                "restored ones included."
+            )
+        if self.columns is not None and self.columns.shared(columns) < self.columns.length:
+            raise ConfigError("input_ids differ from the tokens this cache was restored for. Call restore() for a new prompt.")
+        self.columns = columns.cut(length)
+        self.store(range(columns.rows), [length] * columns.rows)
+
+    def explain(self) -> str:
+        """Say in one paragraph what the last call reused from where, what it did not, and why."""
+        return describe(self.usage, self._refusal)
+
+    # --- what a session does with it --------------------------------------------------------------------------------
+
+    def take_out(self) -> Resident:
+        """Take what this cache holds out of it; `put_back` undoes that."""
+        resident = Resident(self.layers, self.columns, self._binding)
+        self.layers, self.columns = [], None
+        return resident
+
+    def put_back(self, resident: Resident) -> None:
+        """Hold again what `take_out` returned."""
+        self.layers, self.columns, self._binding = resident.layers, resident.columns, resident.binding
+
+    def bind(self, model: PreTrainedModel) -> Refusal | None:
+        """Make fresh layers for `model`; return why nothing may be reused with it, or None."""
+        self._binding = Binding(model, self.stack, self._salt)
+        self.layers, self.columns = self._binding.layers, None
+        self._by_hand = False
+        return self._binding.refusal
+
+    def reuse(
+        self, prompt: Columns | None, prompt_tokens: int, expand: int, resident: Resident, refusal: Refusal | None
+    ) -> int:
+        """Fill the fresh layers with the longest known prefix of `prompt` and return its length in columns.
+
+        Args:
+            prompt: the batch as the user passed it; None if its mask hides what is attended to.
+            prompt_tokens: how many tokens that is, pads not counted.
+            expand: rows of K/V for each row of `prompt` (beams, samples).
+            resident: what this cache held before.
+            refusal: why nothing may be reused.
+        """
+        started = time.perf_counter()
+        columns, served = 0, dict[str, int]()
+        if refusal is None and prompt is None:
+            refusal = Refusal(MissReason.UNKNOWN_CONTENT, "the attention mask is not left padding followed by tokens")
+        if prompt is not None and self._bound.room(prompt) < prompt.length:
+            why = "the prompt is longer than the length at which its rotary embedding changes"
+            refusal = refusal or Refusal(MissReason.UNSUPPORTED_LAYERS, why)
+        self._may_store = refusal is None or refusal.stores
+        if refusal is None and prompt is not None:
+            try:
+                columns, served, refusal = self._fetch(prompt, expand, resident)
+            except Exception as error:  # noqa: BLE001  a tier that fails, in whatever way, is a miss
+                _warn("Reuse failed, the whole prompt is computed", error)
+                refusal = Refusal(MissReason.TIER_ERROR, f"a tier failed ({error})")
+            self.layers = self._bound.layers
+        cached = sum(served.values())
+        reason = refusal.reason if refusal is not None else None
+        self.note(Usage(prompt_tokens, cached, 0, served, time.perf_counter() - started, reason), refusal)
+        self.columns = prompt.cut(columns).repeat(expand) if prompt is not None and columns else None
+        return columns
+
+    def note(self, usage: Usage, refusal: Refusal | None) -> None:
+        """Keep what the present call did, for `usage` and `explain()`."""
+        self.usage, self._refusal = usage, refusal
+
+    def store(self, rows: Sequence[int], stops: Sequence[int]) -> None:
+        """Store `rows` of the known columns, each up to its column `stop`, as far as they are not stored yet.
+
+        A tier that fails costs the storing, never the caller's result.
+        """
+        if self.columns is None or not self._may_store:
+            return
+        try:
+            self.usage.created_tokens += self._bound.store(self.columns, rows, stops)
+        except Exception as error:  # noqa: BLE001
+            _warn("Storing failed, this call's K/V are not kept", error)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` columns of every layer: what is beyond may be incomplete after an exception."""
+        if all(isinstance(layer, GrowableLayer) for layer in self.layers):
+            for layer in self.layers:
+                layer.truncate(length)
+        else:
+            self.layers = self._bound.fresh_layers()
+            length = 0
+        self.columns = self.columns.cut(length) if self.columns is not None and length else None
+
+    # --- as DynamicCache --------------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append one layer's K/V `[B, H, t, D]`. Mirrors Cache.update."""
+        if layer_idx == 0 and not (self.hooks_installed or self._by_hand or self.session):
+            raise TieredCacheError(
+                "tiered_cache.uninstall() took the hooks off generate(), so this TieredCache cannot tell which prompt it "
+                "serves. Make a new TieredCache (that installs them again), or pass a DynamicCache."
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: the buffers grow."""
+        return False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self._follow(lambda columns: columns.cut(self.get_seq_length()))
+
+    def reset(self) -> None:
+        for layer in self.layers:
+            layer.reset()
+        self.columns = None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._follow(lambda columns: columns.take(beam_idx.tolist()))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._follow(lambda columns: columns.repeat(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._follow(lambda columns: columns.take(torch.arange(columns.rows)[indices.cpu()].tolist()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self._check_free()
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
+
+    def __repr__(self) -> str:
+        length = Resident(self.layers, None, None).length
+        held = f"{length:,} tokens in {len(self.layers)} layers" if length else "empty"
+        last = f"; last call reused {self.usage.cached_tokens:,} of {self.usage.prompt_tokens:,} prompt tokens"
+        return f"{type(self).__name__}({held}{last if self.usage.prompt_tokens else ''})"
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _bound(self) -> Binding:
+        assert self._binding is not None
+        return self._binding
+
+    def _check_free(self) -> None:
+        if self.session is not None:
+            raise CacheInUseError("This TieredCache is used by a generate() call. Give each call a cache of its own.")
+
+    def _follow(self, change: Callable[[Columns], Columns]) -> None:
+        """Let the known tokens follow what was done to the rows. In a generate() call the session sees to that."""
+        if self.columns is not None and self.session is None:
+            self.columns = change(self.columns)
+
+    def _fetch(self, prompt: Columns, expand: int, resident: Resident) -> tuple[int, dict[str, int], Refusal | None]:
+        """Hold the longest known prefix: (its columns, tokens by tier, why it is not all but one)."""
+        binding = self._bound
+        assert binding.identity is not None
+        limit = prompt.length - 1  # one token is left to compute: its logits are wanted
+        kept = min(resident.serves(prompt.repeat(expand), binding.identity), limit)
+        matches = binding.match(prompt)
+        try:
+            reach = [pad + match.num_tokens for pad, match in zip(prompt.pads, matches, strict=True)]
+            stored = min([*reach, limit])
+            columns, served = 0, dict[str, int]()
+            if kept and kept >= stored:
+                columns, served = kept, {"resident": sum(max(0, kept - pad) for pad in prompt.pads)}
+                binding.layers = resident.layers
+                for layer in resident.layers:
+                    layer.truncate(kept)
+            elif stored > min(prompt.pads):  # more than pads
+                columns, served = stored, binding.load(prompt, expand, matches, stored)
+        finally:
+            binding.release(matches)
+        if columns == limit:
+            return columns, served, None
+        if max(reach) > columns and len(reach) > 1:
+            why = "one row of the batch shares less with what is stored than others do"
+            return columns, served, Refusal(MissReason.ROW_LIMIT, why)
+        return columns, served, Refusal(MissReason.NOT_STORED, "no more of this prompt is stored")
+
+
+def _warn(what: str, error: Exception) -> None:
+    logger.warning("%s: %r", what, error, exc_info=not isinstance(error, TieredCacheError | MemoryError))

@@ -1,0 +1,123 @@
+"""Every difference between the supported transformers versions, and what is read from their configs and arguments.
+
+Owns names and facts of transformers that changed or may change. Refuses to own decisions that need our own state.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version  # a dependency of transformers
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.generation.configuration_utils import GenerationMode
+
+from tiered_cache.errors import UnsupportedModelError
+from tiered_cache.hf.layers import GrowableLayer
+
+VERSION = Version(transformers.__version__)
+
+# generate() and forward() call their cache argument `past_key_values` up to some release, `cache` from then on.
+CACHE_ARGUMENT = (
+    "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
+)
+CACHE_ARGUMENTS = ("cache", "past_key_values")  # what our hooks accept everywhere
+
+# A chunked prefill on a cache that holds something: before this release the whole prompt is fed again.
+CHUNKED_PREFILL_CONTINUES = Version("5.24") <= VERSION
+
+REUSING_MODES = frozenset(
+    {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE}
+)
+BEAM_MODES = frozenset({GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE})
+
+# What generate() may hand to forward() without changing K/V beyond what tokens, mask and identity say.
+PLAIN_MODEL_ARGUMENTS = frozenset(
+    {CACHE_ARGUMENT, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
+)
+OUTPUT_ARGUMENTS = ("output_attentions", "output_hidden_states")
+
+_GENERATE_ARGUMENTS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
+
+
+def generate_argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """Return what a generate() call passes as `name`, by position or by keyword."""
+    if name in kwargs:
+        return kwargs[name]
+    place = _GENERATE_ARGUMENTS.index(name) if name in _GENERATE_ARGUMENTS else len(args)
+    return args[place] if place < len(args) else None
+
+
+def check_decoder(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError for an encoder-decoder model, whose cache is a pair of caches."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder model, for which TieredCache has no reuse. Leave the cache out."
+        )
+
+
+def cache_layers(config: PreTrainedConfig) -> list[Any]:
+    """Return fresh layers for a model of `config`: ours where it has full attention, transformers' own elsewhere."""
+    layers = DynamicCache(config=text_config(config)).layers
+    return [GrowableLayer() if type(layer) is DynamicLayer else layer for layer in layers]
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of the decoder that the cache serves."""
+    return config.get_text_config(decoder=True)
+
+
+def mask_length(generation_config: GenerationConfig, model_kwargs: dict[str, Any], input_length: int) -> int:
+    """Return the number of columns of the attention mask that generate() was given or made, inside `_prefill`.
+
+    A mask of ones is dropped there; its length is then noted in the generation config (from 5.24 on).
+    """
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None:
+        return int(mask.shape[-1])
+    noted = getattr(generation_config, "_mask_length", None)
+    return input_length if noted is None else int(noted)
+
+
+def uses_cache_by_default(model: PreTrainedModel) -> bool:
+    """Say whether generate() would give this model a DynamicCache when the user passes none."""
+    cls: Any = type(model)
+    return bool(
+        cls._supports_default_dynamic_cache()
+        and cls._prepare_cache_for_generation is GenerationMixin._prepare_cache_for_generation
+    )
+
+
+def rope_switch(config: PreTrainedConfig) -> int | None:
+    """Return the length in tokens beyond which rotary frequencies depend on the request's length; None if they never do."""
+    config = text_config(config)
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    switches = [
+        rope.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        or config.max_position_embeddings
+        for rope in sets
+        if rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope")
+    ]
+    return min(map(int, switches)) if switches else None
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """Return how many positions a model has that looks them up in a table, where a longer prompt cannot work; else None."""
+    config = text_config(model.config)
+    if getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None):
+        return None
+    limit = getattr(config, "max_position_embeddings", None)
+    has_table = any(
+        isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")
+        for name, module in model.named_modules()
+    )
+    return int(limit) if limit and has_table else None
+
+
+def is_bidirectional(config: PreTrainedConfig) -> bool:
+    """Say whether a token's K/V may depend on later tokens, so that a prefix has no K/V of its own."""
+    config = text_config(config)
+    return bool(getattr(config, "use_bidirectional_attention", False)) or getattr(config, "is_causal", True) is False

@@ -1,0 +1,212 @@
+"""The hooks on transformers' GenerationMixin, and switching them: enable, disable, uninstall.
+
+Owns how a generate() call comes to have a session. Refuses to own what the session does (session).
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import GenerationMixin, PreTrainedModel
+
+from tiered_cache.errors import ConfigError
+from tiered_cache.hf import compat
+from tiered_cache.hf.cache import TieredCache
+from tiered_cache.hf.columns import count_tokens
+from tiered_cache.hf.explain import Refusal
+from tiered_cache.hf.session import Session
+from tiered_cache.stack import TierStack, check_stack, default_stack
+from tiered_cache.usage import MissReason
+
+_MARK = "_tiered_cache_hook"
+_calls = threading.local()  # .depth: generate() calls under way on this thread
+_automatic: dict[str, TierStack | None] = {}  # {"stack": ...} while enabled
+
+
+def enable(stack: TierStack | None = None) -> None:
+    """Let every generate() without a cache of its own use a TieredCache, on `stack` or the default stack.
+
+    Never raises in generate() and never changes a result. Steps aside for encoder-decoder models, use_cache=False, any
+    cache_implementation, nested calls and models in training mode.
+
+    Raises:
+        ConfigError, ClosedError: `stack` is not an open TierStack.
+    """
+    if stack is not None:
+        check_stack(stack, "enable(stack=...)")
+    install()
+    _automatic["stack"] = stack
+
+
+def disable() -> None:
+    """Undo `enable`. Calls that pass a TieredCache go on as before."""
+    _automatic.clear()
+
+
+def install() -> None:
+    """Put the hooks on GenerationMixin, unless they are there. TieredCache() does this by itself."""
+    for name, wrap in (("generate", _hook_generate), ("_prefill", _hook_prefill)):
+        for function in _chain(getattr(GenerationMixin, name)):
+            if _is_hook(function) and function.__globals__ is globals():
+                function.active = True
+                break
+        else:
+            present = getattr(GenerationMixin, name)
+            if _is_hook(present):  # of an earlier import of this package
+                present = present.__wrapped__
+            setattr(GenerationMixin, name, wrap(present))
+    TieredCache.hooks_installed = True
+
+
+def uninstall() -> None:
+    """Take the hooks off again; where somebody wrapped them they stay, and do nothing. Also disables.
+
+    A TieredCache made before is refused by generate() from then on; making a new one installs the hooks again.
+    """
+    disable()
+    for name in ("generate", "_prefill"):
+        for function in _chain(getattr(GenerationMixin, name)):
+            if _is_hook(function):
+                function.active = False
+        if _is_hook(getattr(GenerationMixin, name)):
+            setattr(GenerationMixin, name, getattr(GenerationMixin, name).__wrapped__)
+    TieredCache.hooks_installed = False
+
+
+TieredCache.install_hooks = staticmethod(install)
+
+
+def _hook_generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if not generate.active:  # type: ignore[attr-defined]
+            return original(self, *args, **kwargs)
+        return _generate(original, self, args, kwargs)
+
+    return _marked(generate)
+
+
+def _hook_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _prefill(
+        self: PreTrainedModel, input_ids: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        cache = model_kwargs.get(compat.CACHE_ARGUMENT)
+        if not _prefill.active or not _is_tiered(cache):  # type: ignore[attr-defined]
+            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if cache.session is not None and cache.session.thread == threading.get_ident():
+            return cache.session.prefill(original, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        # generate() was fetched before the hooks were installed: the prefill is all there is to see.
+        session = Session(self, cache)
+        session.open(0)
+        try:
+            outputs = session.prefill(original, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            session.fail()  # whatever comes next is not seen: keep the prompt, and nothing else
+            session.close()
+        return outputs
+
+    return _marked(_prefill)
+
+
+def _generate(original: Callable[..., Any], model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one generate() call, with a session if it has a TieredCache."""
+    given = [kwargs[name] for name in compat.CACHE_ARGUMENTS if kwargs.get(name) is not None]
+    cache = next(filter(_is_tiered, given), None)
+    automatic = cache is None
+    if automatic and not given and _may_insert(model, args, kwargs):
+        cache = TieredCache(_automatic["stack"] if _open_stack(_automatic["stack"]) else default_stack())
+    if cache is None:
+        with _counted():
+            return original(model, *args, **kwargs)
+    if any(other is not cache for other in given):
+        raise ConfigError("generate() was given two caches, as `cache` and as `past_key_values`. Pass one of them.")
+    kwargs = {name: value for name, value in kwargs.items() if name not in compat.CACHE_ARGUMENTS}
+    kwargs[compat.CACHE_ARGUMENT] = cache
+    if cache.session is not None and cache.session.thread == threading.get_ident():  # a decoding method calls generate() itself
+        with _counted():
+            return original(model, *args, **kwargs)
+    custom = compat.generate_argument(args, kwargs, "custom_generate")
+    refusal = Refusal(MissReason.DISABLED_CALL, "custom_generate does its own decoding") if custom is not None else None
+    assistant = compat.generate_argument(args, kwargs, "assistant_model")
+    session = Session(model, cache, automatic=automatic, refusal=refusal, assistant=assistant)
+    session.open(_count_prompt(args, kwargs))
+    try:
+        with _counted():
+            result = original(model, *args, **kwargs)
+        session.finish(result)
+        return result
+    except BaseException:
+        session.fail()
+        raise
+    finally:
+        session.close()
+
+
+def _may_insert(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether enable() gives this call a cache."""
+    if "stack" not in _automatic or _depth():
+        return False
+    configs = [compat.generate_argument(args, kwargs, "generation_config"), model.generation_config]
+    for name, plain in (("use_cache", (None, True)), ("cache_implementation", (None,))):
+        chosen = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+        if any(value not in plain for value in chosen):
+            return False
+    return not (
+        model.config.is_encoder_decoder
+        or model.training
+        or compat.generate_argument(args, kwargs, "custom_generate") is not None
+        or kwargs.get("inputs_embeds") is not None
+        or not compat.uses_cache_by_default(model)
+    )
+
+
+def _open_stack(stack: TierStack | None) -> bool:
+    return stack is not None and not stack.closed
+
+
+def _count_prompt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the tokens a call passes, as far as that can be seen before it runs."""
+    embeds = kwargs.get("inputs_embeds")
+    if embeds is not None:
+        return int(embeds.shape[:2].numel())
+    ids = compat.generate_argument(args, kwargs, "inputs")
+    ids = kwargs.get("input_ids") if ids is None else ids
+    return count_tokens(ids, kwargs.get("attention_mask")) if ids is not None else 1  # the BOS token
+
+
+def _depth() -> int:
+    return int(getattr(_calls, "depth", 0))
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    _calls.depth = _depth() + 1
+    try:
+        yield
+    finally:
+        _calls.depth -= 1
+
+
+def _marked(hook: Callable[..., Any]) -> Callable[..., Any]:
+    # functools.wraps copies attributes onto other people's wrappers; only the hook itself carries itself as its mark.
+    hook.__dict__[_MARK] = hook
+    hook.active = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _is_hook(function: Any) -> bool:
+    return getattr(function, _MARK, None) is function
+
+
+def _chain(function: Any) -> Iterator[Any]:
+    """Yield a function and those it wraps, as far as functools.wraps shows them."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _is_tiered(cache: Any) -> bool:
+    return getattr(type(cache), "is_tiered", False) is True

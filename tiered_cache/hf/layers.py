@@ -1,0 +1,140 @@
+"""A full-attention layer whose K/V grow in steps.
+
+Owns the memory of one layer of a running sequence. Refuses to own which tokens it holds (cache).
+"""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+GROWTH_TOKENS = 256  # smallest step; a long sequence grows by an eighth of its length, so growing stays a small share
+
+
+class GrowingTensor:
+    """A tensor `[B, H, T, D]` that is a view of a buffer with room for more tokens.
+
+    Whoever holds the view may replace it (crop, batch_select_indices, ...): that ends its tie to the buffer, and the next
+    append moves what is there to a new one.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+        self._view: torch.Tensor | None = None
+
+    def allocate(self, shape: tuple[int, int, int, int], like: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialised view of `shape`, with room for more, in the dtype and on the device of `like`."""
+        batch, heads, length, width = shape
+        # A tensor made in inference mode cannot be written outside of it; one made outside can be written anywhere.
+        with torch.inference_mode(False):
+            self._buffer = torch.empty((batch, heads, _capacity(length), width), dtype=like.dtype, device=like.device)
+        return self.show(length)
+
+    def append(self, present: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Return `present` `[B, H, T, D]` and `new` `[B, H, t, D]` as one; copies `new` only, where there is room."""
+        length = present.shape[2] if present.numel() else 0
+        total = length + new.shape[2]
+        if self._buffer is None or present is not self._view or self._buffer.shape[2] < total:
+            view = self.allocate((new.shape[0], new.shape[1], total, new.shape[3]), new)
+            if length:
+                view[:, :, :length] = present
+        else:
+            view = self.show(total)
+        view[:, :, length:] = new
+        return view
+
+    def show(self, length: int) -> torch.Tensor:
+        """Return the first `length` tokens of the buffer as the view from now on."""
+        assert self._buffer is not None
+        self._view = self._buffer[:, :, :length]
+        return self._view
+
+    def is_view(self, tensor: torch.Tensor | None) -> bool:
+        """Say whether `tensor` is still the view that was handed out last."""
+        return tensor is not None and tensor is self._view
+
+    def select(self, rows: torch.Tensor) -> torch.Tensor:
+        """Put rows `[B]` in place of the present ones, room included, and return the new view."""
+        assert self._buffer is not None and self._view is not None
+        length = self._view.shape[2]
+        with torch.inference_mode(False), torch.no_grad():
+            self._buffer = self._buffer.index_select(0, rows.to(self._buffer.device))
+        return self.show(length)
+
+
+class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Full attention, as DynamicLayer, except that appending does not copy what is there.
+
+    Where gradients are recorded it concatenates as DynamicLayer does, since a buffer must not change under autograd.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._growing_keys = GrowingTensor()
+        self._growing_values = GrowingTensor()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append K `[B, H_k, t, D_k]` and V `[B, H_v, t, D_v]`; return all of both. Mirrors DynamicLayer.update."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        if torch.is_grad_enabled():
+            keys = torch.cat([self.keys, key_states], dim=-2)
+            values = torch.cat([self.values, value_states], dim=-2)
+        else:
+            keys = self._growing_keys.append(self.keys, key_states)
+            values = self._growing_values.append(self.values, value_states)
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def allocate(self, keys: tuple[int, int, int, int], values: tuple[int, int, int, int], like: torch.Tensor) -> None:
+        """Hold uninitialised K and V of these shapes `(B, H, T, D)`, in the dtype and on the device of `like`, to be filled."""
+        self.lazy_initialization(like, like)
+        self.keys = self._growing_keys.allocate(keys, like)
+        self.values = self._growing_values.allocate(values, like)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens, in place."""
+        if self.get_seq_length() <= num_tokens:
+            return
+        if num_tokens == 0:
+            self.reset()
+        elif self._tied:
+            self._show(num_tokens)
+        else:
+            assert self.keys is not None and self.values is not None
+            self.keys, self.values = self.keys[:, :, :num_tokens], self.values[:, :, :num_tokens]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove tokens from the end, as DynamicLayer.crop of the installed transformers does. The buffers are kept."""
+        tied, length = self._tied, self.get_seq_length()
+        super().crop(tokens_to_remove)
+        if tied and 0 < self.get_seq_length() < length:
+            self._show(self.get_seq_length())
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Put rows `beam_idx` `[B]` in place of the present ones. The next update need not grow."""
+        if self._tied:
+            self.keys, self.values = self._growing_keys.select(beam_idx), self._growing_values.select(beam_idx)
+        else:
+            super().reorder_cache(beam_idx)
+
+    def reset(self) -> None:
+        """Drop all tokens."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self._growing_keys, self._growing_values = GrowingTensor(), GrowingTensor()
+
+    @property
+    def _tied(self) -> bool:
+        return self._growing_keys.is_view(self.keys) and self._growing_values.is_view(self.values)
+
+    def _show(self, length: int) -> None:
+        self.keys, self.values = self._growing_keys.show(length), self._growing_values.show(length)
+
+
+def _capacity(num_tokens: int) -> int:
+    wanted = num_tokens + max(num_tokens // 8, 1)
+    return -(-wanted // GROWTH_TOKENS) * GROWTH_TOKENS

@@ -1,0 +1,44 @@
+"""Prefixes by name: compute and keep one ahead of time, or forget all of a model's."""
+
+import torch
+from transformers import PreTrainedModel
+
+from tiered_cache.hf import compat, identity
+from tiered_cache.hf.cache import TieredCache
+from tiered_cache.stack import TierStack, check_stack, default_stack
+from tiered_cache.usage import Usage
+
+
+def warm(model: PreTrainedModel, input_ids: torch.Tensor, *, stack: TierStack | None = None) -> Usage:
+    """Compute and keep the K/V of `input_ids` `[B, T]` ahead of time, as far as they are not kept yet.
+
+    Args:
+        model: the model that will generate.
+        input_ids: token ids on any device, no pads.
+        stack: where to keep them; the default stack if None.
+
+    Returns:
+        What was found, computed and stored.
+
+    Raises:
+        ConfigError, ClosedError: an argument is wrong.
+    """
+    cache = TieredCache(stack)
+    with torch.no_grad():
+        start = cache.restore(model, input_ids)
+        model(input_ids[:, start:].to(model.device), **{compat.CACHE_ARGUMENT: cache}, use_cache=True)
+        cache.commit(input_ids)
+    return cache.usage
+
+
+def forget(model: PreTrainedModel, *, stack: TierStack | None = None) -> None:
+    """Drop all that is stored for `model` as it is now, under any salt, and look at its weights afresh at the next call.
+
+    Raises:
+        ConfigError, ClosedError: `stack` is not an open TierStack.
+    """
+    stack = default_stack() if stack is None else check_stack(stack, "forget(stack=...)")
+    fingerprint = identity.identify(model)
+    if fingerprint is not None:
+        stack.forget(fingerprint)
+    identity.forget(model)

@@ -1,0 +1,295 @@
+"""One generate() call on one TieredCache: what it may reuse, when it restores, and what it commits at its end.
+
+Owns the checks that keep stock generate() from answering from a wrong prefix. Refuses to own the hooks themselves
+(generation) and how K/V are fetched or stored (cache).
+"""
+
+import enum
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+
+from tiered_cache.errors import CacheInUseError, ConfigError
+from tiered_cache.hf import compat
+from tiered_cache.hf.cache import TieredCache
+from tiered_cache.hf.columns import Columns, count_tokens
+from tiered_cache.hf.explain import Refusal
+from tiered_cache.usage import MissReason, Usage
+
+logger = logging.getLogger(__name__)
+
+_opening = threading.Lock()
+
+
+class Stage(enum.Enum):
+    """How far a call got."""
+
+    OPENED = enum.auto()
+    RESTORED = enum.auto()  # the cache holds the reused prefix
+    PREFILLED = enum.auto()  # ... and the whole prompt
+
+
+class Session:
+    """A generate() call that uses `cache`. From `open` to `close` the cache belongs to it and to its thread.
+
+    Args:
+        model: the model that generates.
+        cache: its cache.
+        automatic: the cache was put in by enable(): then the session steps aside where it would have to complain.
+        refusal: why this call may not reuse anything, if that is known before it starts.
+        assistant: the call's assistant model, if any.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: TieredCache,
+        *,
+        automatic: bool = False,
+        refusal: Refusal | None = None,
+        assistant: PreTrainedModel | None = None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._automatic = automatic
+        self._refusal = refusal
+        self._assistant = assistant
+        self.thread = threading.get_ident()
+        self._stage = Stage.OPENED
+        self._in_prefill = False
+        self._prompt: Columns | None = None  # the rows as passed, suffix-only calls completed
+        self._passed = np.empty((0, 0), np.int64)  # the ids generate() works on, rows expanded
+        self._expand = 1
+        self._beams = False
+        self._padding: int | None = None  # what follows a row that ended early
+        self._padding_ends = False  # ... which is also what ends a row
+
+    def open(self, prompt_tokens: int) -> None:
+        """Take the cache. Raises CacheInUseError or UnsupportedModelError."""
+        cache = self._cache
+        with _opening:
+            if cache.session is not None:
+                raise CacheInUseError(
+                    "This TieredCache is used by another generate() call right now. Give each call a TieredCache of its own; "
+                    "they may share one stack."
+                )
+            cache.session = self
+        try:
+            compat.check_decoder(self._model)
+            self._resident = cache.take_out()
+            self._refusal = self._refusal or _overrides(self._model)
+            bound = cache.bind(self._model)
+            self._refusal = self._refusal or bound
+        except BaseException:
+            if hasattr(self, "_resident"):
+                cache.put_back(self._resident)
+            cache.session = None
+            raise
+        # Stands unless _prefill is reached.
+        why = Refusal(MissReason.DISABLED_CALL, "this way of decoding does not continue from a cache")
+        cache.note(Usage(prompt_tokens, miss_reason=why.reason), self._refusal or why)
+
+    def close(self) -> None:
+        """Give the cache back to its user."""
+        self._cache.session = None
+        self._cache.stack.record(self._cache.usage)
+
+    # --- prefill ----------------------------------------------------------------------------------------------------
+
+    def prefill(
+        self,
+        original: Callable[..., Any],
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run generate()'s `_prefill` on a cache that holds the prompt's longest known prefix. generate() slices by itself."""
+        if self._in_prefill:  # a second hook around this one, or a decoding method of the hub
+            return original(self._model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        self._in_prefill = True
+        if generation_config.use_cache is False or model_kwargs.get("use_cache") is False:
+            if not self._automatic:
+                raise ConfigError(
+                    "use_cache=False together with a TieredCache: generate() would compute everything at every step and "
+                    "append to the cache as well. Drop use_cache=False, or the cache."
+                )
+            model_kwargs.pop(compat.CACHE_ARGUMENT, None)
+            return original(self._model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+        mode = generation_config.get_generation_mode(self._assistant)
+        self._beams = mode in compat.BEAM_MODES
+        self._expand = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        self._passed = input_ids.cpu().numpy()
+        self._note_padding(generation_config)
+        refusal = self._refusal or _refuse_call(input_ids, generation_config, model_kwargs, mode)
+        if refusal is not None and refusal.reason is MissReason.UNKNOWN_CONTENT:
+            prompt_tokens = self._cache.usage.prompt_tokens
+        else:
+            input_ids = self._whole_prompt(input_ids, generation_config, model_kwargs)
+            mask = model_kwargs.get("attention_mask")
+            rows = slice(None, None, self._expand)
+            prompt_tokens = count_tokens(input_ids[rows], None if mask is None else mask[rows])
+            self._prompt = Columns.of(input_ids[rows], None if mask is None else mask[rows])
+            if self._prompt is not None and not _plain_positions(self._prompt, model_kwargs.get("position_ids")):
+                self._prompt = None
+                refusal = refusal or Refusal(MissReason.UNKNOWN_CONTENT, "position_ids are not those of the tokens' places")
+            if not self._automatic:
+                _check_length(self._model, self._prompt)
+        self._cache.reuse(self._prompt, prompt_tokens, self._expand, self._resident, refusal)
+        self._stage = Stage.RESTORED
+        outputs = original(self._model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        self._stage = Stage.PREFILLED
+        return outputs
+
+    def _whole_prompt(
+        self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return the ids of all columns: where only the new tokens were passed, those the cache held come first.
+
+        Raises:
+            ConfigError: the mask covers neither the ids passed nor those and what the cache held.
+        """
+        passed = input_ids.shape[1]
+        covered = compat.mask_length(generation_config, model_kwargs, passed)
+        if covered == passed:
+            return input_ids
+        held = self._resident.columns
+        complete = held is not None and held.length == self._resident.length == covered - passed
+        if held is not None and complete and held.rows * self._expand == len(input_ids):
+            earlier = torch.from_numpy(held.repeat(self._expand).ids).to(input_ids)
+            return torch.cat([earlier, input_ids], dim=1)
+        known = "no tokens it knows" if held is None or held.length != self._resident.length else f"{held.length} known tokens"
+        raise ConfigError(
+            f"attention_mask has {covered} columns for {passed} input_ids, and the cache holds {known} in "
+            f"{self._resident.columns.rows if self._resident.columns else 0} rows. Pass the whole conversation as "
+            "input_ids with a mask of the same length (what is known of it is not computed again), or only the new tokens "
+            "with a mask that covers the known ones too."
+        )
+
+    def _note_padding(self, generation_config: GenerationConfig) -> None:
+        pad, ends = (getattr(generation_config, name, None) for name in ("_pad_token_tensor", "_eos_token_tensor"))
+        self._padding = None if pad is None else int(pad)
+        self._padding_ends = pad is not None and ends is not None and bool((ends == pad.to(ends.device)).any())
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self, result: Any) -> None:
+        """Note which tokens the cache now holds, and store them. Called when generate() returned `result`."""
+        cache = self._cache
+        try:
+            cache.columns = None
+            if self._stage is not Stage.PREFILLED or self._prompt is None:
+                return
+            prompt = self._prompt.repeat(self._expand)
+            if self._beams:  # beams change rows as they go; their prompts stay the same
+                self._keep_prompt(prompt)
+                return
+            sequences = getattr(result, "sequences", result)
+            ids = sequences.cpu().numpy()
+            length, passed = _uniform_length(cache), self._passed.shape[1]
+            if not np.array_equal(ids[:, :passed], self._passed) or length is None:
+                return
+            columns = prompt.extend(ids[:, passed:])
+            if not prompt.length <= length <= columns.length:  # another cache took over, or something was put in front
+                return
+            cache.columns = columns.cut(length)
+            cache.store(range(columns.rows), [min(self._end_of(row), length) for row in columns.ids])
+        except Exception as error:
+            logger.warning("Storing failed, this call's K/V are not kept: %r", error, exc_info=True)
+
+    def fail(self) -> None:
+        """Make the cache usable again after generate() raised: keep and store only what is surely complete."""
+        cache = self._cache
+        if self._stage is Stage.PREFILLED and self._prompt is not None:
+            cache.truncate(self._prompt.length)
+            self._keep_prompt(self._prompt.repeat(self._expand))
+        elif self._stage is Stage.OPENED and _uniform_length(cache) == 0:  # nothing happened yet
+            cache.put_back(self._resident)
+        else:
+            cache.truncate(cache.columns.length if cache.columns is not None else 0)
+
+    def _keep_prompt(self, prompt: Columns) -> None:
+        """Note and store the prompt's columns only, one row of each group of copies."""
+        length = _uniform_length(self._cache)
+        if length is None or length < prompt.length:
+            self._cache.columns = None
+            return
+        self._cache.columns = prompt
+        rows = range(0, prompt.rows, self._expand)
+        self._cache.store(rows, [prompt.length] * len(rows))
+
+    def _end_of(self, row: np.ndarray) -> int:
+        """Return the column after a row's own last token: what follows an early end is padding."""
+        assert self._prompt is not None
+        end = len(row)
+        while end > self._prompt.length and row[end - 1] == self._padding:
+            end -= 1
+        return end + 1 if end < len(row) and self._padding_ends else end
+
+
+def _overrides(model: PreTrainedModel) -> Refusal | None:
+    """Refuse where a model class does by itself what the hooks would have to see."""
+    for name in ("generate", "_prefill"):
+        if getattr(type(model), name) is not getattr(GenerationMixin, name):
+            return Refusal(MissReason.DISABLED_CALL, f"{type(model).__name__} has a {name}() of its own")
+    return None
+
+
+def _refuse_call(
+    input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: object
+) -> Refusal | None:
+    """Refuse what makes K/V depend on more than tokens and mask, and ways of decoding that need the prompt's own forward."""
+    passed = {name for name, value in model_kwargs.items() if value is not None and value is not False}
+    others = sorted(passed - compat.PLAIN_MODEL_ARGUMENTS - set(compat.OUTPUT_ARGUMENTS))
+    if others:
+        return Refusal(MissReason.UNKNOWN_CONTENT, f"the call passes {', '.join(others)}, which token ids do not tell")
+    if input_ids.ndim != 2 or generation_config.token_healing:
+        return Refusal(MissReason.UNKNOWN_CONTENT, "the prompt is not plain rows of token ids")
+    if mode not in compat.REUSING_MODES:
+        return Refusal(MissReason.DISABLED_CALL, "this way of decoding does not continue from a cache")
+    if passed & set(compat.OUTPUT_ARGUMENTS) or generation_config.output_attentions or generation_config.output_hidden_states:
+        return Refusal(
+            MissReason.OUTPUTS_REQUESTED, "attentions or hidden states of the whole prompt were asked for", stores=True
+        )
+    if generation_config.prefill_chunk_size is not None and not compat.CHUNKED_PREFILL_CONTINUES:
+        return Refusal(
+            MissReason.DISABLED_CALL,
+            "prefill_chunk_size needs transformers 5.24 or newer to continue from a cache",
+            stores=True,
+        )
+    return None
+
+
+def _plain_positions(prompt: Columns, position_ids: torch.Tensor | None) -> bool:
+    """Say whether positions count each row's tokens from 0, as generate() numbers them when it is given none."""
+    if position_ids is None:
+        return True
+    if position_ids.ndim != 2 or position_ids.shape[1] != prompt.length:
+        return False
+    pads = np.array(prompt.pads)[:, None]
+    places = np.arange(prompt.length)[None, :] - pads
+    given = position_ids.cpu().numpy()
+    given = given[:: len(given) // prompt.rows] if len(given) > 1 else given
+    return bool(((given == places) | (places < 0)).all())
+
+
+def _check_length(model: PreTrainedModel, prompt: Columns | None) -> None:
+    limit = compat.learned_positions(model)
+    if limit is not None and prompt is not None and prompt.length - min(prompt.pads) > limit:
+        raise ConfigError(
+            f"input_ids has {prompt.length - min(prompt.pads)} tokens, but {type(model).__name__} has {limit} positions. "
+            "Shorten the prompt, or use a model with a longer context."
+        )
+
+
+def _uniform_length(cache: TieredCache) -> int | None:
+    """Return how many columns all attention layers hold, or None where they differ (a forward was interrupted)."""
+    lengths = {layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")}
+    return lengths.pop() if len(lengths) == 1 else None

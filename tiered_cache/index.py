@@ -1,0 +1,160 @@
+"""The prefix tree over stored blocks: longest match, parents before children, holds.
+
+Owns which token prefixes exist and which blocks are in use. Refuses to own bytes: a block's buffers are opaque, and who
+is evicted is decided by the stack and its policies. Not thread-safe by itself: the stack calls it under its lock.
+"""
+
+import bisect
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tiered_cache.keys import TOKEN_NBYTES, root_key
+
+
+class Node:
+    """A point in the tree: `children` are the blocks that continue it, sorted by their tokens."""
+
+    __slots__ = ("children", "key")
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.children: list[Block] = []
+
+    def closest_child(self, tokens: bytes) -> tuple["Block | None", int]:
+        """Return the child that shares most leading tokens with `tokens`, and how many. (None, 0) when none shares any."""
+        # In sorted order the longest common prefix is always with a neighbour of the insertion point.
+        place = bisect.bisect_left(self.children, tokens, key=_tokens_of)
+        best: Block | None = None
+        shared = 0
+        for child in self.children[max(place - 1, 0) : place + 1]:
+            common = common_tokens(child.tokens, tokens)
+            if common > shared:
+                best, shared = child, common
+        return best, shared
+
+
+class Root(Node):
+    """Where all prefixes of one model identity, namespace and salt begin."""
+
+    __slots__ = ("identity", "layout")
+
+    def __init__(self, key: bytes, identity: bytes, layout: Hashable) -> None:
+        super().__init__(key)
+        self.identity = identity
+        self.layout = layout  # how the bytes of its blocks are laid out; opaque here, equal for all of them
+
+
+class Block(Node):
+    """Up to `block_tokens` consecutive tokens behind `parent`, and where their K/V (`nbytes` bytes) rest.
+
+    `copies` maps a tier's name to the buffer that tier holds. `holds` counts who is reading it: a held block is never
+    evicted. `linked` turns False when the block leaves the tree; its buffers live on until the last hold is released.
+    """
+
+    __slots__ = ("copies", "holds", "linked", "nbytes", "parent", "tokens")
+
+    def __init__(self, key: bytes, parent: Node, tokens: bytes) -> None:
+        super().__init__(key)
+        self.parent = parent
+        self.tokens = tokens
+        self.nbytes = 0
+        self.copies: dict[str, Any] = {}
+        self.holds = 0
+        self.linked = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The first `num_tokens` tokens of `block`, as one piece of a matched prefix."""
+
+    block: Block
+    num_tokens: int
+
+
+class PrefixIndex:
+    """All roots and blocks of one stack."""
+
+    def __init__(self, block_tokens: int, namespace: str) -> None:
+        self.block_tokens = block_tokens
+        self.namespace = namespace
+        self.roots: dict[bytes, Root] = {}
+        self.blocks: dict[bytes, Block] = {}
+
+    def root_key(self, identity: bytes, salt: bytes) -> bytes:
+        return root_key(identity, self.namespace, salt, self.block_tokens)
+
+    def match(self, root: Root, tokens: bytes) -> list[Part]:
+        """Return the longest stored prefix of `tokens` as parts, the last of which may be used only in part.
+
+        Compares the token ids themselves, all of them.
+        """
+        parts: list[Part] = []
+        node: Node = root
+        for chunk in self.chunks(tokens):
+            child, shared = node.closest_child(chunk)
+            if child is None:
+                break
+            parts.append(Part(child, shared))
+            if shared < self.block_tokens:
+                break
+            node = child
+        return parts
+
+    def chunks(self, tokens: bytes) -> Iterator[bytes]:
+        """Cut encoded tokens into blocks of `block_tokens`; the last one may be shorter."""
+        step = self.block_tokens * TOKEN_NBYTES
+        for start in range(0, len(tokens), step):
+            yield tokens[start : start + step]
+
+    def link(self, block: Block) -> list[Block]:
+        """Add `block` under its parent and return the sibling tails it covers, which are now superfluous."""
+        self.blocks[block.key] = block
+        siblings = block.parent.children
+        bisect.insort(siblings, block, key=_tokens_of)
+        block.linked = True
+        # Prefixes of a string sort before it, the longest right before it.
+        place = bisect.bisect_left(siblings, block.tokens, key=_tokens_of)
+        covered = []
+        while place > 0 and block.tokens.startswith(siblings[place - 1].tokens):
+            place -= 1
+            covered.append(siblings[place])
+        return covered
+
+    def unlink(self, block: Block) -> None:
+        """Take `block`, which must have no children, out of the tree."""
+        assert block.linked and not block.children
+        siblings = block.parent.children
+        place = bisect.bisect_left(siblings, block.tokens, key=_tokens_of)
+        assert siblings[place] is block
+        del siblings[place]
+        del self.blocks[block.key]
+        block.linked = False
+
+    def descendants(self, root: Root) -> Iterator[Block]:
+        """Yield all blocks under `root`, parents before children."""
+        waiting = list(root.children)
+        while waiting:
+            block = waiting.pop()
+            waiting.extend(block.children)
+            yield block
+
+    def is_linked(self, node: Node) -> bool:
+        return node.linked if isinstance(node, Block) else self.roots.get(node.key) is node
+
+
+def common_tokens(left: bytes, right: bytes) -> int:
+    """Return how many leading tokens two encoded sequences share."""
+    length = min(len(left), len(right)) // TOKEN_NBYTES
+    different = np.frombuffer(left, "<i8", length) != np.frombuffer(right, "<i8", length)
+    return int(different.argmax()) if different.any() else length
+
+
+def _tokens_of(block: Block) -> bytes:
+    return block.tokens

@@ -1,0 +1,349 @@
+"""TierStack: the tiers of one process, what is stored in them, and every decision about it.
+
+Owns the index, the budgets, eviction and promotion. Refuses to own bytes in flight: a `BlockPort` copies them. Buffers
+are opaque here and no torch is imported, so all of this is tested in milliseconds.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from tiered_cache.errors import ClosedError, ConfigError
+from tiered_cache.index import Block, Node, Part, PrefixIndex, Root
+from tiered_cache.inventory import Inventory
+from tiered_cache.keys import block_key, encode_tokens
+from tiered_cache.tiers.base import BlockPort, Buffer, MemoryTier
+from tiered_cache.tiers.host import HostTier, default_capacity
+from tiered_cache.usage import Stats, TierStats, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A stored prefix, held until `TierStack.release`: nothing of it is evicted meanwhile."""
+
+    root: Root | None
+    parts: tuple[Part, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in self.parts)
+
+
+class TierStack:
+    """Stores blocks of K/V in tiers of memory and finds the longest stored prefix of a prompt.
+
+    One stack serves any number of models, caches and threads; make one per process and close it once.
+
+    Args:
+        *tiers: one HostTier, and above it at most one DeviceTier.
+        block_tokens: tokens in a full block. Reuse is exact to the token whatever this is.
+        namespace: keeps what is stored apart from other namespaces.
+
+    Raises:
+        ConfigError: no HostTier, a tier given twice or already in another stack, or a bad argument.
+    """
+
+    def __init__(self, *tiers: MemoryTier, block_tokens: int = 256, namespace: str = "default") -> None:
+        self.tiers = _check_tiers(tiers)
+        if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:
+            raise ConfigError(f"TierStack(block_tokens={block_tokens!r}) must be a whole number of at least 1, such as 256.")
+        if not isinstance(namespace, str) or not namespace:
+            raise ConfigError(f'TierStack(namespace={namespace!r}) must be a non-empty str, such as "default".')
+        for tier in self.tiers:
+            tier.owner = self
+        self.block_tokens = block_tokens
+        self.namespace = namespace
+        self.closed = False
+        self._lock = threading.RLock()
+        self._index = PrefixIndex(block_tokens, namespace)
+        self._inventory = Inventory(self._index, self.tiers)
+        self._requests = 0
+        self._totals = Usage()
+        self._miss_reasons: Counter[str] = Counter()
+        self._dropped_blocks = 0
+        self._dropped_at_flush = 0
+
+    # --- what a session asks for ------------------------------------------------------------------------------------
+
+    def match(self, identity: bytes, salt: bytes, token_ids: np.ndarray) -> Match:
+        """Find and hold the longest stored prefix of `token_ids` `[num_tokens]`. The caller must `release` it."""
+        with self._lock:
+            self._check_open()
+            root = self._index.roots.get(self._index.root_key(identity, salt))
+            parts = tuple(self._index.match(root, encode_tokens(token_ids))) if root is not None else ()
+            self._inventory.hold([part.block for part in parts])
+            return Match(root, parts)
+
+    def fetch(self, match: Match, num_tokens: int, port: BlockPort) -> dict[str, int]:
+        """Copy the first `num_tokens` tokens of a held match to the layers; return tokens by the tier they came from.
+
+        Runs and waits on the calling thread. The match stays held.
+        """
+        served: dict[str, int] = {}
+        used: list[Block] = []
+        transfers = []
+        start = 0
+        for part in match.parts:
+            take = min(part.num_tokens, num_tokens - start)
+            if take <= 0:
+                break
+            tier = self._promote(part.block, port)
+            transfers.append(port.load(start, take, part.block.copies[tier.name], part.block.num_tokens))
+            served[tier.name] = served.get(tier.name, 0) + take
+            used.append(part.block)
+            start += take
+        for transfer in transfers:
+            transfer.wait()
+        with self._lock:
+            self._inventory.touch(used)
+        return served
+
+    def release(self, match: Match) -> None:
+        """End the hold on a match. Once per match."""
+        with self._lock:
+            self._inventory.unhold([part.block for part in match.parts])
+
+    def commit(self, identity: bytes, salt: bytes, token_ids: np.ndarray, port: BlockPort) -> int:
+        """Store the K/V of `token_ids` `[num_tokens]`, as far as it is not stored yet; return how many tokens are new.
+
+        Each block is published when its bytes are complete, parents before children: whatever interrupts this, nothing
+        half-written is ever found. Stops at the first block for which no room can be made (counted as dropped).
+        """
+        created = 0
+        chain: list[Block] = []  # held, from the root down
+        try:
+            with self._lock:
+                self._check_open()
+                node: Node = self._root(identity, salt, port)
+            start = 0
+            for chunk in self._index.chunks(encode_tokens(token_ids)):
+                block, new_tokens = self._commit_block(node, chunk, start, port, chain)
+                created += new_tokens
+                if block is None:
+                    break
+                node, start = block, start + block.num_tokens
+        finally:
+            with self._lock:
+                self._inventory.touch(chain)
+                self._inventory.unhold(chain)
+        return created
+
+    def record(self, usage: Usage) -> None:
+        """Count one request in `stats()`."""
+        with self._lock:
+            self._requests += 1
+            self._totals.prompt_tokens += usage.prompt_tokens
+            self._totals.cached_tokens += usage.cached_tokens
+            self._totals.created_tokens += usage.created_tokens
+            if usage.miss_reason is not None:
+                self._miss_reasons[usage.miss_reason.value] += 1
+
+    # --- what a user asks for ---------------------------------------------------------------------------------------
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait up to `timeout` seconds until all that was committed is stored. False if anything was dropped since the last.
+
+        Memory tiers store before commit returns, so this never waits yet.
+        """
+        with self._lock:
+            self._check_open()
+            dropped = self._dropped_blocks - self._dropped_at_flush
+            self._dropped_at_flush = self._dropped_blocks
+            return dropped == 0
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Drop everything stored, or only what is in `namespace`. Blocks in use are freed when their last reader is done."""
+        with self._lock:
+            self._check_open()
+            if namespace in (None, self.namespace):
+                self._inventory.discard_roots(lambda root: True)
+
+    def forget(self, identity: bytes) -> None:
+        """Drop everything stored for one model identity."""
+        with self._lock:
+            self._check_open()
+            self._inventory.discard_roots(lambda root: root.identity == identity)
+
+    def stats(self) -> Stats:
+        """Return counters since the stack was made."""
+        with self._lock:
+            return Stats(
+                requests=self._requests,
+                prompt_tokens=self._totals.prompt_tokens,
+                cached_tokens=self._totals.cached_tokens,
+                created_tokens=self._totals.created_tokens,
+                dropped_blocks=self._dropped_blocks,
+                miss_reasons=dict(self._miss_reasons),
+                tiers={
+                    tier.name: TierStats(tier.num_blocks, tier.used_bytes, tier.capacity_bytes, tier.evicted_blocks)
+                    for tier in self.tiers
+                },
+            )
+
+    def close(self) -> None:
+        """Free everything. Caches that use this stack go on without reuse. Closing twice is fine."""
+        with self._lock:
+            if not self.closed:
+                self._inventory.discard_roots(lambda root: True)
+                self.closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self  # a copied cache shares the stack
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self._index.blocks):,} blocks of up to {self.block_tokens} tokens"
+        return f"TierStack({', '.join(map(repr, self.tiers))}; {state}, namespace {self.namespace!r})"
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError("This TierStack is closed. Make a new one, or use TieredCache() with the default stack.")
+
+    def _root(self, identity: bytes, salt: bytes, port: BlockPort) -> Root:
+        key = self._index.root_key(identity, salt)
+        root = self._index.roots.setdefault(key, Root(key, identity, port.layout))
+        if root.layout != port.layout:
+            raise RuntimeError(f"K/V of one identity came in two layouts: {root.layout} and {port.layout}")
+        return root
+
+    def _commit_block(
+        self, parent: Node, tokens: bytes, start: int, port: BlockPort, chain: list[Block]
+    ) -> tuple[Block | None, int]:
+        """Make sure `tokens` behind `parent` are stored, and append their block, held, to `chain`.
+
+        Returns:
+            The block and how many of its tokens are new; (None, 0) where the commit must end.
+        """
+        reserved: list[MemoryTier] = []
+        block = Block(block_key(parent.key, tokens), parent, tokens)
+        nbytes = block.nbytes = port.nbytes(block.num_tokens)
+        copies: dict[str, Buffer] = {}
+        published = False
+        try:
+            with self._lock:
+                if self._inventory.hold_existing(parent, tokens, chain):
+                    return chain[-1], 0
+                if not self._index.is_linked(parent):  # cleared meanwhile
+                    return None, 0
+                self._inventory.reserve(nbytes, self.tiers, reserved)
+            if not reserved:
+                raise MemoryError
+            copies.update({tier.name: port.allocate(tier.memory, nbytes) for tier in reserved})
+            port.save(start, block.num_tokens, list(copies.values())).wait()
+            with self._lock:
+                if self._inventory.hold_existing(parent, tokens, chain):  # another thread was faster
+                    return chain[-1], 0
+                if not self._index.is_linked(parent):
+                    return None, 0
+                _, known = parent.closest_child(tokens)
+                published = True
+                block.holds += 1
+                chain.append(block)
+                self._inventory.place(block, copies)
+                for tail in self._index.link(block):
+                    if not tail.holds:  # else it ages out by itself
+                        self._inventory.discard(tail)
+                return block, block.num_tokens - known
+        except MemoryError:
+            with self._lock:
+                self._dropped_blocks += 1
+            return None, 0
+        finally:
+            if not published:
+                copies.clear()  # the bytes go before their reservation
+                with self._lock:
+                    for tier in reserved:
+                        tier.release(nbytes)
+
+    def _promote(self, block: Block, port: BlockPort) -> MemoryTier:
+        """Copy a held block to the faster tiers that have room for it; return the fastest tier that holds it."""
+        for tier in self.tiers:
+            if tier.name in block.copies:
+                return tier
+            reserved: list[MemoryTier] = []
+            with self._lock:
+                self._inventory.reserve(block.nbytes, [tier], reserved)
+            try:
+                if reserved:
+                    source = next(iter(block.copies.values()))
+                    copy = port.allocate(tier.memory, block.nbytes)
+                    port.copy(source, copy).wait()
+                    with self._lock:
+                        if tier.name not in block.copies:  # another thread may have been faster
+                            self._inventory.place(block, {tier.name: copy})
+                            reserved.clear()
+                    return tier
+            except MemoryError:
+                pass
+            finally:
+                with self._lock:
+                    for tier in reserved:
+                        tier.release(block.nbytes)
+        raise AssertionError("a held block rests in some tier")
+
+
+def _check_tiers(tiers: Sequence[MemoryTier]) -> tuple[MemoryTier, ...]:
+    """Return the tiers, fastest first. Raises ConfigError unless they make a stack."""
+    for tier in tiers:
+        if not isinstance(tier, MemoryTier):
+            raise ConfigError(f'TierStack(*tiers) takes tiers, such as HostTier("8GiB"), not {type(tier).__name__}.')
+        if tier.owner is not None:
+            raise ConfigError(f"{tier!r} already belongs to another TierStack. Give each stack tiers of its own.")
+    names = [tier.name for tier in tiers]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"TierStack(*tiers) was given the {name} tier twice. Make one with the sum of their capacities.")
+    if "host" not in names:
+        raise ConfigError('TierStack(*tiers) needs a HostTier, such as TierStack(HostTier("8GiB")).')
+    return tuple(sorted(tiers, key=lambda tier: tier.speed))
+
+
+_default: TierStack | None = None
+_default_lock = threading.Lock()
+
+
+def default_stack() -> TierStack:
+    """Return the stack that TieredCache() uses when it is given none.
+
+    Made at first use: host memory, a quarter of what is available then (a container's limit counts). Made anew if it was
+    closed.
+    """
+    global _default
+    with _default_lock:
+        if _default is None or _default.closed:
+            _default = TierStack(HostTier(default_capacity()))
+        return _default
+
+
+def set_default_stack(stack: TierStack) -> None:
+    """Make TieredCache() use `stack` from now on. The old default stack stays as it is; close it if nobody uses it.
+
+    Raises:
+        ConfigError: `stack` is not a TierStack.
+        ClosedError: `stack` is closed.
+    """
+    global _default
+    check_stack(stack, "set_default_stack(stack=...)")
+    with _default_lock:
+        _default = stack
+
+
+def check_stack(stack: object, argument: str) -> TierStack:
+    """Return `stack` if it is an open TierStack. Raises ConfigError or ClosedError naming `argument`."""
+    if not isinstance(stack, TierStack):
+        raise ConfigError(f'{argument} must be a TierStack, such as TierStack(HostTier("8GiB")), not {type(stack).__name__}.')
+    if stack.closed:
+        raise ClosedError(f"{argument} is closed. Make a new TierStack, or leave the argument out to use the default stack.")
+    return stack
