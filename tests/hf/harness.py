@@ -1,0 +1,104 @@
+"""What is asserted of every reuse: same tokens and logits as a cold run, as few columns forwarded as predicted, stored
+bytes unchanged, counters consistent."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tiered_cache import HostTier, TieredCache, TierStack
+
+TOLERANCE = 1e-4  # of fp32 logits
+
+
+def new_stack(capacity: int | str = "256MB", block_tokens: int = 16, **options: Any) -> TierStack:
+    return TierStack(HostTier(capacity), block_tokens=block_tokens, **options)
+
+
+@contextmanager
+def forwarded(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Collect the number of columns of each forward of `model`. A global hook: one on the model would be identity."""
+    columns: list[int] = []
+    embeddings = model.get_input_embeddings()
+
+    def note(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if module is embeddings:
+            columns.append(args[0].shape[-1])
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        yield columns
+    finally:
+        handle.remove()
+
+
+def run(model: PreTrainedModel, ids: torch.Tensor, *, new_tokens: int = 5, seed: int = 0, **options: Any) -> Any:
+    """Generate with logits; the same seed gives the same samples."""
+    torch.manual_seed(seed)
+    settings = {"do_sample": False, "max_new_tokens": new_tokens, **options}
+    return model.generate(ids, return_dict_in_generate=True, output_logits=True, **settings)
+
+
+def assert_same(out: Any, cold: Any) -> None:
+    assert out.sequences.tolist() == cold.sequences.tolist()
+    assert len(out.logits) == len(cold.logits)
+    for got, expected in zip(out.logits, cold.logits, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+
+
+def check(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    stack: TierStack,
+    cached: int,
+    *,
+    cache: TieredCache | None = None,
+    passed: torch.Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """Assert that `ids` with a TieredCache answer as cold, with `cached` columns reused in each row; return the output.
+
+    `passed` are the ids given to generate(), where those are not the whole prompt.
+    """
+    mask = options.get("attention_mask")
+    cold = run(model, ids, **options)
+    before = stored_bytes(stack)
+    cache = TieredCache(stack) if cache is None else cache
+    with forwarded(model) as columns:
+        out = run(model, ids if passed is None else passed, past_key_values=cache, **options)
+    if passed is not None:
+        out.sequences = torch.cat([ids[:, : -passed.shape[1]], out.sequences], dim=1)
+    assert_same(out, cold)
+    assert columns[0] == ids.shape[1] - cached, cache.explain()
+    assert all(count == 1 for count in columns[1:])
+    pads = torch.zeros(len(ids)) if mask is None else (mask == 0).sum(dim=1)
+    assert cache.usage.prompt_tokens == ids.numel() - int(pads.sum())
+    assert cache.usage.cached_tokens == int((cached - pads).clamp(min=0).sum())
+    assert cache.usage.cached_tokens == sum(cache.usage.cached_by_tier.values())
+    assert (cache.usage.miss_reason is None) == (columns[0] == 1)
+    after = stored_bytes(stack)
+    assert all(after[key] == digest for key, digest in before.items() if key in after)
+    assert_consistent(stack)
+    return out
+
+
+def stored_bytes(stack: TierStack) -> dict[bytes, str]:
+    """Return a digest of every stored block's bytes."""
+    return {
+        key: hashlib.sha256(next(iter(block.copies.values())).cpu().numpy()).hexdigest()
+        for key, block in stack._index.blocks.items()
+    }
+
+
+def assert_consistent(stack: TierStack) -> None:
+    """Assert that budgets count real storage, that nothing is held, and that every block can be reached."""
+    reachable = {block.key for root in stack._index.roots.values() for block in stack._index.descendants(root)}
+    assert reachable == set(stack._index.blocks)
+    assert all(block.holds == 0 for block in stack._index.blocks.values())
+    for tier in stack.tiers:
+        buffers = [block.copies[tier.name] for block in stack._index.blocks.values() if tier.name in block.copies]
+        assert tier.used_bytes == sum(buffer.untyped_storage().nbytes() for buffer in buffers) <= tier.capacity_bytes
+        assert tier.num_blocks == len(buffers)
