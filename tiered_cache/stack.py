@@ -129,17 +129,17 @@ class TierStack:
                 node, start = block, start + block.num_tokens
         finally:
             with self._lock:
+                self._totals.created_tokens += created
                 self._inventory.touch(chain)
                 self._inventory.unhold(chain)
         return created
 
     def record(self, usage: Usage) -> None:
-        """Count one request in `stats()`."""
+        """Count one request in `stats()`. What it created, `commit` counted."""
         with self._lock:
             self._requests += 1
             self._totals.prompt_tokens += usage.prompt_tokens
             self._totals.cached_tokens += usage.cached_tokens
-            self._totals.created_tokens += usage.created_tokens
             if usage.miss_reason is not None:
                 self._miss_reasons[usage.miss_reason.value] += 1
 

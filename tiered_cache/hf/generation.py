@@ -134,13 +134,14 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, args: tuple[
     session = Session(model, cache, automatic=automatic, refusal=refusal, assistant=assistant)
     session.open(_count_prompt(args, kwargs))
     try:
-        with _counted():
-            result = original(model, *args, **kwargs)
+        try:
+            with _counted():
+                result = original(model, *args, **kwargs)
+        except BaseException:
+            session.fail()
+            raise
         session.finish(result)
         return result
-    except BaseException:
-        session.fail()
-        raise
     finally:
         session.close()
 
