@@ -1,7 +1,7 @@
 """K/V of all layers of one sequence <-> one flat buffer per block.
 
 Owns the layout: for each layer its K `[H_k, tokens, D_k]`, then its V `[H_v, tokens, D_v]`, layer after layer, each piece
-contiguous. Refuses to own copies between memories (devices) and which blocks exist (stack).
+contiguous and aligned. Refuses to own copies between memories (devices) and which blocks exist (stack).
 """
 
 from collections.abc import Sequence
@@ -11,44 +11,47 @@ import torch
 
 from tiered_cache.devices.base import Device, Transfer
 
+_ALIGNMENT = 16  # bytes; lets a piece be viewed in any dtype and be read by vector loads
+
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """How the bytes of a block are laid out, for any number of tokens.
 
     Attributes:
-        shapes: per layer (H_k, D_k, H_v, D_v): heads and width of K and V, which may differ.
-        dtype: of all K and V.
-        device: of all K and V.
+        pieces: (H, D, dtype) of K and V of each layer in turn; heads, width and dtype of K and V may differ.
+        device: where all of them are.
     """
 
-    shapes: tuple[tuple[int, int, int, int], ...]
-    dtype: torch.dtype
+    pieces: tuple[tuple[int, int, torch.dtype], ...]
     device: torch.device
 
     @classmethod
     def of(cls, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> "BlockLayout | None":
-        """Return the layout of live (K, V) pairs `[B, H, T, D]`, or None where they differ in dtype or device."""
-        if len({(tensor.dtype, tensor.device) for pair in layers for tensor in pair}) != 1:
+        """Return the layout of live (K, V) pairs `[B, H, T, D]`, or None where they are on several devices."""
+        tensors = [tensor for pair in layers for tensor in pair]
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1:
             return None
-        shapes = tuple((keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]) for keys, values in layers)
-        return cls(shapes, layers[0][0].dtype, layers[0][0].device)
+        return cls(tuple((tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in tensors), devices.pop())
 
     def nbytes(self, num_tokens: int) -> int:
         """Return the size in bytes of a block of `num_tokens` tokens."""
-        return num_tokens * self.dtype.itemsize * sum(h_k * d_k + h_v * d_v for h_k, d_k, h_v, d_v in self.shapes)
+        return sum(_aligned(heads * num_tokens * width * dtype.itemsize) for heads, width, dtype in self.pieces)
 
-    def pieces(self, flat: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
+    def views(self, flat: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
         """Return views into a flat block of `num_tokens` tokens: K and V `[H, num_tokens, D]` of each layer in turn."""
-        typed = flat.view(self.dtype)
         views = []
         start = 0
-        for h_k, d_k, h_v, d_v in self.shapes:
-            for heads, width in ((h_k, d_k), (h_v, d_v)):
-                stop = start + heads * num_tokens * width
-                views.append(typed[start:stop].view(heads, num_tokens, width))
-                start = stop
+        for heads, width, dtype in self.pieces:
+            nbytes = heads * num_tokens * width * dtype.itemsize
+            views.append(flat[start : start + nbytes].view(dtype).view(heads, num_tokens, width))
+            start += _aligned(nbytes)
         return views
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class SequencePort:
@@ -86,14 +89,14 @@ class SequencePort:
         staged = self._device.stage(buffers)
         columns = self._columns(start, num_tokens)
         row = self._rows.start
-        for piece, tensor in zip(self.layout.pieces(staged, num_tokens), self._tensors, strict=True):
+        for piece, tensor in zip(self.layout.views(staged, num_tokens), self._tensors, strict=True):
             piece.copy_(tensor[row, :, columns])
         return self._device.store(staged, buffers)
 
     def load(self, start: int, num_tokens: int, buffer: torch.Tensor, block_tokens: int) -> Transfer:
         transfer = self._device.fetch(buffer)
         columns = self._columns(start, num_tokens)
-        for piece, tensor in zip(self.layout.pieces(transfer.target(), block_tokens), self._tensors, strict=True):
+        for piece, tensor in zip(self.layout.views(transfer.target(), block_tokens), self._tensors, strict=True):
             tensor[self._rows, :, columns] = piece[:, :num_tokens]
         return transfer
 

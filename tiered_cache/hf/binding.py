@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from tiered_cache.blocks import BlockLayout, SequencePort
@@ -72,11 +71,9 @@ class Binding:
         root = matches[0].root
         assert root is not None and isinstance(root.layout, BlockLayout)
         layout = root.layout
-        like = torch.empty(0, dtype=layout.dtype, device=layout.device)
-        batch = prompt.rows * expand
         layers = self.fresh_layers()
-        for layer, (key_heads, key_width, value_heads, value_width) in zip(layers, layout.shapes, strict=True):
-            layer.allocate((batch, key_heads, columns, key_width), (batch, value_heads, columns, value_width), like)
+        for layer, keys, values in zip(layers, layout.pieces[::2], layout.pieces[1::2], strict=True):
+            layer.allocate(prompt.rows * expand, columns, keys, values, layout.device)
         tensors = [(layer.keys, layer.values) for layer in layers]
         served: dict[str, int] = {}
         for row, (pad, match) in enumerate(zip(prompt.pads, matches, strict=True)):

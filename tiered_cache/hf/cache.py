@@ -319,7 +319,7 @@ class TieredCache(DynamicCache):
             binding.release(matches)
         if columns == limit:
             return columns, served, None
-        if max(reach) > columns and len(reach) > 1:
+        if any(match.num_tokens > max(0, columns - pad) for pad, match in zip(prompt.pads, matches, strict=True)):
             why = "one row of the batch shares less with what is stored than others do"
             return columns, served, Refusal(MissReason.ROW_LIMIT, why)
         return columns, served, Refusal(MissReason.NOT_STORED, "no more of this prompt is stored")

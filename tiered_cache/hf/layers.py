@@ -22,12 +22,12 @@ class GrowingTensor:
         self._buffer: torch.Tensor | None = None
         self._view: torch.Tensor | None = None
 
-    def allocate(self, shape: tuple[int, int, int, int], like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised view of `shape`, with room for more, in the dtype and on the device of `like`."""
+    def allocate(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised view of `shape` (B, H, T, D), with room for more tokens."""
         batch, heads, length, width = shape
         # A tensor made in inference mode cannot be written outside of it; one made outside can be written anywhere.
         with torch.inference_mode(False):
-            self._buffer = torch.empty((batch, heads, _capacity(length), width), dtype=like.dtype, device=like.device)
+            self._buffer = torch.empty((batch, heads, _capacity(length), width), dtype=dtype, device=device)
         return self.show(length)
 
     def append(self, present: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ class GrowingTensor:
         length = present.shape[2] if present.numel() else 0
         total = length + new.shape[2]
         if self._buffer is None or present is not self._view or self._buffer.shape[2] < total:
-            view = self.allocate((new.shape[0], new.shape[1], total, new.shape[3]), new)
+            view = self.allocate((new.shape[0], new.shape[1], total, new.shape[3]), new.dtype, new.device)
             if length:
                 view[:, :, :length] = present
         else:
@@ -89,11 +89,19 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys, self.values = keys, values
         return keys, values
 
-    def allocate(self, keys: tuple[int, int, int, int], values: tuple[int, int, int, int], like: torch.Tensor) -> None:
-        """Hold uninitialised K and V of these shapes `(B, H, T, D)`, in the dtype and on the device of `like`, to be filled."""
-        self.lazy_initialization(like, like)
-        self.keys = self._growing_keys.allocate(keys, like)
-        self.values = self._growing_values.allocate(values, like)
+    def allocate(
+        self,
+        batch: int,
+        num_tokens: int,
+        keys: tuple[int, int, torch.dtype],
+        values: tuple[int, int, torch.dtype],
+        device: torch.device,
+    ) -> None:
+        """Hold `num_tokens` uninitialised tokens of K and V, each given as (H, D, dtype), to be filled."""
+        both = [torch.empty(0, dtype=dtype, device=device) for _, _, dtype in (keys, values)]
+        self.lazy_initialization(*both)
+        self.keys = self._growing_keys.allocate((batch, keys[0], num_tokens, keys[1]), keys[2], device)
+        self.values = self._growing_values.allocate((batch, values[0], num_tokens, values[1]), values[2], device)
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, in place."""

@@ -1,0 +1,209 @@
+"""Two models share only if their K/V are the same. The unchanged control hits; a change undone hits again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hf.harness import check, new_stack, run
+from tests.hf.models import fresh, prompt, tiny
+from tiered_cache import MissReason, TieredCache, TierStack
+from tiered_cache.hf import identity
+
+
+@pytest.fixture
+def stack() -> TierStack:
+    return new_stack()
+
+
+def weight(model: Any) -> torch.Tensor:
+    return model.model.layers[1].self_attn.k_proj.weight
+
+
+def edit_one_element(model: Any) -> None:
+    with torch.no_grad():
+        weight(model)[3, 5] += 0.5
+
+
+def edit_through_data(model: Any) -> None:
+    weight(model).data.view(-1)[0] += 0.5  # no version counter sees this; the sample does
+
+
+def replace_data(model: Any) -> None:
+    weight(model).data = weight(model).data + 0.5
+
+
+def add_hook(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output)
+
+
+def add_pre_hook(model: Any) -> None:
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: None)
+
+
+def replace_forward(model: Any) -> None:
+    inner = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: inner(x) * 1.1
+
+
+def scale_rope(model: Any) -> None:
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5e5}
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).eval()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "one element": edit_one_element,
+    "through .data": edit_through_data,
+    "another tensor": replace_data,
+    "a hook": add_hook,
+    "a pre-hook": add_pre_hook,
+    "a forward": replace_forward,
+    "rope": scale_rope,
+    "dtype": lambda model: model.to(torch.float64),
+    "attention": lambda model: model.set_attn_implementation("eager"),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_change_misses(stack: TierStack, change: str) -> None:
+    model = fresh()
+    check(model, prompt(30), stack, cached=0)
+    check(fresh(), prompt(30), stack, cached=29)  # the control: other objects, same weights
+    CHANGES[change](model)
+    check(model, prompt(30), stack, cached=0)
+    check(model, prompt(30), stack, cached=29)
+    check(fresh(), prompt(30), stack, cached=29)  # what was stored before is untouched
+
+
+def test_a_change_undone_hits_again(stack: TierStack) -> None:
+    model = fresh()
+    check(model, prompt(30), stack, cached=0)
+    before = weight(model).detach().clone()
+    edit_one_element(model)
+    check(model, prompt(30), stack, cached=0)
+    with torch.no_grad():
+        weight(model).copy_(before)
+    check(model, prompt(30), stack, cached=29)
+    handle = model.model.layers[0].register_forward_hook(lambda module, args, output: output)
+    check(model, prompt(30), stack, cached=0)
+    handle.remove()
+    check(model, prompt(30), stack, cached=29)
+
+
+def test_a_kept_cache_is_not_used_after_a_change(stack: TierStack) -> None:
+    model, cache = fresh(), TieredCache(stack)
+    check(model, prompt(30), stack, cached=0, cache=cache)
+    edit_one_element(model)
+    check(model, prompt(30), stack, cached=0, cache=cache)
+
+
+def test_a_change_in_the_middle_of_a_call_is_not_stored(stack: TierStack) -> None:
+    """Nobody knows which tokens saw which weights."""
+    model = fresh()
+
+    def edit(batch: int, ids: torch.Tensor) -> list[int]:
+        edit_one_element(model)
+        return list(range(3, 128))
+
+    cache = TieredCache(stack)
+    run(model, prompt(30), past_key_values=cache, prefix_allowed_tokens_fn=edit)
+    assert cache.usage.created_tokens == 0
+
+
+def test_salt_and_namespace_and_stack(stack: TierStack) -> None:
+    check(tiny(), prompt(30), stack, cached=0, cache=TieredCache(stack, salt="a"))
+    check(tiny(), prompt(30), stack, cached=0, cache=TieredCache(stack, salt="b"))
+    check(tiny(), prompt(30), stack, cached=0)
+    check(tiny(), prompt(30), stack, cached=29, cache=TieredCache(stack, salt=b"a"))
+    check(tiny(), prompt(30), new_stack(namespace="other"), cached=0)
+
+
+def test_autocast(stack: TierStack) -> None:
+    check(tiny(), prompt(30), stack, cached=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for cached in (0, 29):
+            cache = TieredCache(stack)
+            run(tiny(), prompt(30), past_key_values=cache)
+            assert cache.usage.cached_tokens == cached
+
+
+def test_inference_tensors_have_no_version(stack: TierStack) -> None:
+    with torch.inference_mode():
+        model = fresh()
+        check(model, prompt(30), stack, cached=0)
+        check(model, prompt(30), stack, cached=29)
+        weight(model)[0, 0] += 0.5
+        check(model, prompt(30), stack, cached=0)
+
+
+def test_weights_that_cannot_be_read(stack: TierStack) -> None:
+    class Packed(torch.Tensor):
+        pass
+
+    model = fresh()
+    model.extra = torch.nn.Parameter(torch.zeros(3).as_subclass(Packed), requires_grad=False)
+    cache = TieredCache(stack)
+    check(model, prompt(30), stack, cached=0, cache=cache)
+    assert cache.usage.miss_reason is MissReason.IDENTITY
+    assert not stack._index.blocks
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotary_frequencies_that_depend_on_the_length(stack: TierStack, rope_type: str) -> None:
+    """Short requests reuse; a long one, and what a request makes after it crossed the switch, is neither reused nor stored."""
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 48}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    model = fresh(rope_parameters=rope)
+    model.config.original_max_position_embeddings = 48
+    check(model, prompt(30), stack, cached=0)
+    check(model, prompt(30), stack, cached=29)
+    check(model, prompt(60), stack, cached=0)
+    check(model, prompt(60), stack, cached=0)
+    check(model, prompt(40), stack, cached=30)
+    out = run(model, prompt(44), new_tokens=12)  # crosses at 48
+    cache = TieredCache(stack)
+    assert run(model, prompt(44), new_tokens=12, past_key_values=cache).sequences.tolist() == out.sequences.tolist()
+    longest = max(len(key.tokens) // 8 for key in stack._index.blocks.values())
+    assert longest <= 16
+    assert max(depth(block) for block in stack._index.blocks.values()) <= 48
+    check(model, prompt(44), stack, cached=43)
+
+
+def depth(block: Any) -> int:
+    tokens = 0
+    while hasattr(block, "tokens"):
+        tokens += block.num_tokens
+        block = block.parent
+    return tokens
+
+
+def test_checksum_covers_every_element() -> None:
+    """On the CPU by xxh3; the sums that stand in for it on a device see every single bit too."""
+    torch.manual_seed(0)
+    data = torch.randn(1000)
+    reference = identity._device_sum(data)
+    for place in range(0, 1000, 7):
+        for bit in (0, 13, 31):
+            flipped = data.clone()
+            flipped.view(torch.int32)[place] ^= 1 << bit if bit < 31 else -(1 << 31)
+            assert identity._device_sum(flipped) != reference
+    swapped = data.clone()
+    swapped[[0, 2]] = swapped[[2, 0]]
+    assert identity._device_sum(swapped) != reference
+
+
+def test_identity_is_the_same_in_another_process() -> None:
+    """Nothing in it depends on object addresses or on hash()."""
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    code = "from tests.hf.models import tiny; from tiered_cache.hf.identity import identify; print(identify(tiny()).hex())"
+    root = Path(__file__).parents[2]
+    found = {
+        subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        for _ in range(2)
+    }
+    assert found == {identity.identify(fresh()).hex()}

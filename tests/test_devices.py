@@ -1,0 +1,174 @@
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.hf.harness import assert_consistent, check, new_stack
+from tests.hf.models import prompt, tiny
+from tiered_cache import ConfigError, DeviceTier, HostTier, TierStack
+from tiered_cache.blocks import BlockLayout, SequencePort
+from tiered_cache.devices import device_for
+from tiered_cache.devices.base import Device
+from tiered_cache.devices.cpu import CPUDevice
+from tiered_cache.hf import binding
+from tiered_cache.testing import DeviceContract, ManualDevice
+from tiered_cache.testing.manual_device import ManualTransfer
+from tiered_cache.tiers import device as device_tier
+
+
+class TestCPUDevice(DeviceContract):
+    def make(self) -> Device:
+        return CPUDevice()
+
+
+class TestManualDevice(DeviceContract):
+    def make(self) -> Device:
+        return ManualDevice(automatic=True)
+
+
+if torch.accelerator.is_available():  # pragma: no cover
+
+    class TestAccelerator(DeviceContract):
+        def make(self) -> Device:
+            return device_for(torch.accelerator.current_accelerator())
+
+
+def test_one_device_object_each() -> None:
+    assert device_for(torch.device("cpu")) is device_for(torch.device("cpu"))
+
+
+def test_out_of_memory_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError):
+        CPUDevice().allocate("host", 1 << 62)
+
+
+# --- the manual device finds what it is there to find ---------------------------------------------------------------
+
+
+def test_use_before_wait_is_found() -> None:
+    device = ManualDevice()
+    buffer = device.allocate("host", 16)
+    staged = device.stage([buffer])
+    device.store(staged, [buffer])
+    with pytest.raises(AssertionError, match="use before wait"):
+        device.fetch(buffer)
+    device.complete()
+    device.fetch(buffer)
+
+
+def test_reuse_before_done_is_found() -> None:
+    device = ManualDevice()
+    source, target = device.allocate("host", 16), device.allocate("device", 16)
+    device.copy(source, target)
+    with pytest.raises(AssertionError, match="reuse before done"):
+        device.stage([source])
+    with pytest.raises(AssertionError, match="reuse before done"):
+        device.copy(target.clone(), source)
+    device.complete()
+    device.stage([source])
+
+
+def port_on(device: Device, tokens: int = 32) -> SequencePort:
+    layers = [(torch.randn(1, 2, tokens, 4), torch.randn(1, 2, tokens, 4)) for _ in range(2)]
+    layout = BlockLayout.of(layers)
+    assert layout is not None
+    return SequencePort(layout, layers, slice(0, 1), 0, device)
+
+
+def test_a_block_is_not_found_before_its_copy_is_complete() -> None:
+    device, stack, tokens = ManualDevice(), new_stack(), np.arange(32)
+    thread = threading.Thread(target=stack.commit, args=(b"id", b"", tokens, port_on(device)))
+    thread.start()
+    for expected in (0, 16):
+        while not device.num_pending:
+            pass
+        match = stack.match(b"id", b"", tokens)
+        assert match.num_tokens == expected
+        stack.release(match)
+        device.complete()
+    thread.join()
+    match = stack.match(b"id", b"", tokens)
+    assert match.num_tokens == 32
+    stack.release(match)
+    assert_consistent(stack)
+
+
+def test_without_the_wait_the_manual_device_complains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the test above."""
+    monkeypatch.setattr(ManualTransfer, "wait", lambda self: None)
+    device, stack, tokens = ManualDevice(), new_stack(), np.arange(32)
+    stack.commit(b"id", b"", tokens, port_on(device))
+    with pytest.raises(AssertionError, match="use before wait"):
+        stack.fetch(stack.match(b"id", b"", tokens), 32, port_on(device))
+
+
+# --- device memory above host memory, as on an accelerator -----------------------------------------------------------
+
+
+@pytest.fixture
+def manual(monkeypatch: pytest.MonkeyPatch) -> ManualDevice:
+    """Let the whole package believe that the CPU is an accelerator with memory of its own."""
+    device = ManualDevice(automatic=True)
+    monkeypatch.setattr(binding, "device_for", lambda _: device)
+    monkeypatch.setattr(device_tier, "accelerator_present", lambda: True)
+    return device
+
+
+def test_generate_through_a_device_with_copies_of_its_own(manual: ManualDevice) -> None:
+    stack = new_stack()
+    for cached in (0, 29, 29):
+        check(tiny(), prompt(30), stack, cached=cached)
+    check(tiny(), prompt(30), stack, cached=29, num_beams=2)
+    assert manual.allocated["host"] > 0
+
+
+def test_device_tier_serves_first(manual: ManualDevice) -> None:
+    stack = TierStack(DeviceTier("1MB"), HostTier("1MB"), block_tokens=16)
+    check(tiny(), prompt(30), stack, cached=0)
+    stats = stack.stats()
+    assert stats.tiers["device"].blocks == stats.tiers["host"].blocks == 3
+    cache = check_tiers(stack, {"device": 29})
+    assert "device memory" in cache.explain()
+
+
+def test_device_tier_that_is_full_gives_up_first(manual: ManualDevice) -> None:
+    """What it gave up is served from the host, and promoted again."""
+    one = new_stack()
+    check(tiny(), prompt(30), one, cached=0)
+    block = max(block.nbytes for block in one._index.blocks.values())
+    stack = TierStack(HostTier("1MB"), DeviceTier(3 * block), block_tokens=16)
+    assert [tier.name for tier in stack.tiers] == ["device", "host"]
+    check(tiny(), prompt(30), stack, cached=0)
+    check(tiny(), prompt(60, seed=1), stack, cached=int(prompt(1)[0, 0] == prompt(1, seed=1)[0, 0]))
+    assert stack.stats().tiers["device"].evicted_blocks > 0
+    assert stack.stats().tiers["host"].evicted_blocks == 0
+    check(tiny(), prompt(30), stack, cached=29)
+    check_tiers(stack, {"device": 29})
+    assert_consistent(stack)
+
+
+def test_host_tier_smaller_than_the_device_tier(manual: ManualDevice) -> None:
+    one = new_stack()
+    check(tiny(), prompt(30), one, cached=0)
+    block = max(block.nbytes for block in one._index.blocks.values())
+    stack = TierStack(DeviceTier("1MB"), HostTier(block), block_tokens=16)
+    check(tiny(), prompt(60), stack, cached=0)
+    check(tiny(), prompt(60), stack, cached=59)
+    assert_consistent(stack)
+
+
+def check_tiers(stack: TierStack, tiers: dict[str, int]) -> Any:
+    from tiered_cache import TieredCache
+
+    cache = TieredCache(stack)
+    check(tiny(), prompt(30), stack, cached=sum(tiers.values()), cache=cache)
+    assert cache.usage.cached_by_tier == tiers
+    return cache
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_device_tier_needs_an_accelerator() -> None:
+    with pytest.raises(ConfigError, match="HostTier"):
+        DeviceTier("1GiB")
