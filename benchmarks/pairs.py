@@ -1,0 +1,86 @@
+"""Paired measurements: every contestant once per round, in turn, so that a slow minute of the machine hits all of them."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.generation.streamers import BaseStreamer
+
+
+class FirstToken(BaseStreamer):
+    """Notes when the first new token came."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.seconds = 0.0
+        self._puts = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._puts += 1
+        if self._puts == 2:  # the first is the prompt
+            self.seconds = time.perf_counter() - self.started
+
+    def end(self) -> None:
+        pass
+
+
+def measure(contestants: dict[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
+    """Run every contestant, given the round's number, `rounds` times in turn after one round that does not count.
+
+    Returns:
+        Seconds by contestant.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_ in range(-1, rounds):
+        for name, run in contestants.items():
+            taken = run(round_)
+            if round_ >= 0:
+                seconds[name].append(taken)
+    return seconds
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Return median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": middle, "low": low, "high": high, "n": len(values)}
+
+
+def ratio(seconds: dict[str, list[float]], name: str, base: str) -> dict[str, float]:
+    """Return median and quartiles of the ratio within each round."""
+    return summary([one / other for one, other in zip(seconds[name], seconds[base], strict=True)])
+
+
+def show(summary_: dict[str, float], unit: str = "") -> str:
+    """Return "1.05 (1.04 to 1.07)"."""
+    return f"{summary_['median']:.3g}{unit} ({summary_['low']:.3g} to {summary_['high']:.3g})"
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Write results with the machine and versions they are from."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607
+    machine = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit.stdout.strip() or None,
+    }
+    path.write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())

@@ -1,0 +1,113 @@
+"""Time to first token of a prompt whose beginning was seen before: ours, recomputing, and the floor.
+
+    python -m benchmarks.ttft [--smoke] [--rounds 21] [--output benchmarks/results/ttft.json]
+
+ours       a new TieredCache on a stack that holds the prefix
+recompute  a new DynamicCache
+floor      a DynamicCache that already holds the prefix, copied outside the timing
+miss       a new TieredCache on a stack that holds nothing of the prompt (what a miss costs over `recompute`)
+
+The new tokens differ in every round, so that only the prefix is ever reused.
+"""
+
+import argparse
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.pairs import FirstToken, measure, ratio, show, summary, write
+from examples.smollm import load
+from tiered_cache import HostTier, TieredCache, TierStack
+
+SIZES = ((1920, 128), (1920, 1), (512, 64))  # shared, new
+
+
+def first_token(model: Any, ids: torch.Tensor, cache: Any) -> float:
+    """Return the seconds from the call of generate() to its first token."""
+    clock = FirstToken()
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=1, do_sample=False, streamer=clock
+    )
+    return clock.seconds
+
+
+def compare(model: Any, shared: int, new: int, rounds: int) -> dict[str, Any]:
+    """Measure one size; return seconds and ratios."""
+    vocabulary = model.config.vocab_size
+
+    def tokens(count: int, seed: int) -> torch.Tensor:
+        return torch.randint(3, vocabulary, (1, count), generator=torch.Generator().manual_seed(seed))
+
+    def prompt(round_: int) -> torch.Tensor:
+        return torch.cat([tokens(shared, 0), tokens(new, 1000 + round_)], dim=1)
+
+    stack = TierStack(HostTier("3GiB"))
+    first_token(model, prompt(999), TieredCache(stack))
+    filled = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens(shared, 0), past_key_values=filled)
+
+    def ours(round_: int) -> float:
+        cache = TieredCache(stack)
+        seconds = first_token(model, prompt(round_), cache)
+        assert shared <= cache.usage.cached_tokens < shared + new, cache.explain()
+        return seconds
+
+    def floor(round_: int) -> float:
+        cache = copy.deepcopy(filled)
+        return first_token(model, prompt(round_), cache)
+
+    def recompute(round_: int) -> float:
+        return first_token(model, prompt(round_), DynamicCache(config=model.config))
+
+    def miss(round_: int) -> float:
+        other = prompt(round_)
+        other[0, 0] = 3 + round_ + 1  # parts from everything stored at the first token
+        with TierStack(HostTier("1GiB")) as empty:
+            return first_token(model, other, TieredCache(empty))
+
+    seconds = measure({"ours": ours, "floor": floor, "recompute": recompute, "miss": miss}, rounds)
+    stack.close()
+    return {
+        "shared": shared,
+        "new": new,
+        "seconds": {name: summary(values) for name, values in seconds.items()},
+        "ours / floor": ratio(seconds, "ours", "floor"),
+        "recompute / ours": ratio(seconds, "recompute", "ours"),
+        "miss / recompute": ratio(seconds, "miss", "recompute"),
+        "raw": seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a tiny random model and two rounds, to see that it runs")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "ttft.json")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.smoke:
+        config = LlamaConfig(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+        model, sizes, rounds = LlamaForCausalLM(config).eval(), ((64, 8),), 2
+        model.generation_config.pad_token_id = 0
+    else:
+        (model, _), sizes, rounds = load(), SIZES, options.rounds
+
+    results = []
+    print("| shared + new | ours | floor | recompute | ours / floor | recompute / ours | a miss / recompute |")
+    print("|---|---|---|---|---|---|---|")
+    for shared, new in sizes:
+        result = compare(model, shared, new, rounds)
+        results.append(result)
+        times = " | ".join(f"{result['seconds'][name]['median'] * 1e3:.0f} ms" for name in ("ours", "floor", "recompute"))
+        ratios = " | ".join(show(result[name]) for name in ("ours / floor", "recompute / ours", "miss / recompute"))
+        print(f"| {shared:,} + {new} | {times} | {ratios} |", flush=True)
+    write(options.output, {"model": "tiny" if options.smoke else "SmolLM2-135M-Instruct, fp32", "results": results})
+
+
+if __name__ == "__main__":
+    main()
