@@ -1,5 +1,6 @@
 """The stack without torch: a token's K/V is the token itself, so whatever is restored can be told right from wrong."""
 
+import signal
 import threading
 from typing import Any
 
@@ -246,6 +247,36 @@ def test_clear_while_a_commit_is_under_way_wins() -> None:
     stack.commit(b"id", b"", np.arange(12), Clears(np.arange(12)))
     assert not stack._index.blocks
     assert_consistent(stack)
+
+
+def test_empty_roots_are_forgotten() -> None:
+    """A training loop makes a new identity at every step: what is left of the old ones must not pile up."""
+    stack = new_stack(capacity_tokens=12)
+    for step in range(100):
+        commit(stack, range(8), identity=b"%d" % step)
+    assert len(stack._index.roots) <= 2
+    assert commit(stack, range(40), identity=b"too large") == 12
+    stack.clear()
+    assert not stack._index.roots
+    tiny_stack = new_stack(capacity_tokens=1)
+    commit(tiny_stack, range(8))
+    assert not tiny_stack._index.roots
+
+
+def test_ctrl_c_ends_a_commit_between_blocks() -> None:
+    stack = new_stack()
+
+    class Pressed(TokenPort):
+        def save(self, start: int, num_tokens: int, buffers: Any) -> Any:
+            if start == BLOCK:
+                signal.raise_signal(signal.SIGINT)
+            return super().save(start, num_tokens, buffers)
+
+    with pytest.raises(KeyboardInterrupt):
+        stack.commit(b"id", b"", np.arange(40), Pressed(np.arange(40)))
+    assert restore(stack, range(40)) == 2 * BLOCK
+    assert_consistent(stack)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_closed() -> None:

@@ -37,14 +37,15 @@ class Node:
 
 
 class Root(Node):
-    """Where all prefixes of one model identity, namespace and salt begin."""
+    """Where all prefixes of one model identity, namespace and salt begin. Goes with its last block, unless it is held."""
 
-    __slots__ = ("identity", "layout")
+    __slots__ = ("holds", "identity", "layout")
 
     def __init__(self, key: bytes, identity: bytes, layout: Hashable) -> None:
         super().__init__(key)
         self.identity = identity
         self.layout = layout  # how the bytes of its blocks are laid out; opaque here, equal for all of them
+        self.holds = 0  # commits under way
 
 
 class Block(Node):
@@ -87,8 +88,17 @@ class PrefixIndex:
         self.roots: dict[bytes, Root] = {}
         self.blocks: dict[bytes, Block] = {}
 
-    def root_key(self, identity: bytes, salt: bytes) -> bytes:
-        return root_key(identity, self.namespace, salt, self.block_tokens)
+    def find_root(self, identity: bytes, salt: bytes) -> Root | None:
+        """Return the root of all that is stored for an identity and salt."""
+        return self.roots.get(root_key(identity, self.namespace, salt, self.block_tokens))
+
+    def root(self, identity: bytes, salt: bytes, layout: Hashable) -> Root:
+        """Return the root for an identity and salt, a new one if need be, for blocks of `layout`."""
+        key = root_key(identity, self.namespace, salt, self.block_tokens)
+        root = self.roots.setdefault(key, Root(key, identity, layout))
+        if root.layout != layout:
+            raise RuntimeError(f"K/V of one identity came in two layouts: {root.layout} and {layout}")
+        return root
 
     def match(self, root: Root, tokens: bytes) -> list[Part]:
         """Return the longest stored prefix of `tokens` as parts, the last of which may be used only in part.
@@ -136,6 +146,13 @@ class PrefixIndex:
         del siblings[place]
         del self.blocks[block.key]
         block.linked = False
+        if isinstance(block.parent, Root):
+            self.drop_if_empty(block.parent)
+
+    def drop_if_empty(self, root: Root) -> None:
+        """Forget a root with neither blocks nor holds."""
+        if not root.children and not root.holds and self.roots.get(root.key) is root:
+            del self.roots[root.key]
 
     def descendants(self, root: Root) -> Iterator[Block]:
         """Yield all blocks under `root`, parents before children."""

@@ -74,7 +74,7 @@ class Inventory:
 
     def discard_roots(self, chosen: Callable[[Root], bool]) -> None:
         for root in [root for root in self.index.roots.values() if chosen(root)]:
-            del self.index.roots[root.key]
+            del self.index.roots[root.key]  # a commit under way sees that and ends
             for block in reversed(list(self.index.descendants(root))):
                 self.discard(block)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from tiered_cache.errors import ClosedError, ConfigError
 from tiered_cache.index import Block, Node, Part, PrefixIndex, Root
+from tiered_cache.interrupts import uninterrupted
 from tiered_cache.inventory import Inventory
 from tiered_cache.keys import block_key, encode_tokens
 from tiered_cache.tiers.base import BlockPort, Buffer, MemoryTier
@@ -74,7 +75,7 @@ class TierStack:
         """Find and hold the longest stored prefix of `token_ids` `[num_tokens]`. The caller must `release` it."""
         with self._lock:
             self._check_open()
-            root = self._index.roots.get(self._index.root_key(identity, salt))
+            root = self._index.find_root(identity, salt)
             parts = tuple(self._index.match(root, encode_tokens(token_ids))) if root is not None else ()
             self._inventory.hold([part.block for part in parts])
             return Match(root, parts)
@@ -116,22 +117,27 @@ class TierStack:
         """
         created = 0
         chain: list[Block] = []  # held, from the root down
-        try:
+        with uninterrupted() as ctrl_c:
             with self._lock:
                 self._check_open()
-                node: Node = self._root(identity, salt, port)
-            start = 0
-            for chunk in self._index.chunks(encode_tokens(token_ids)):
-                block, new_tokens = self._commit_block(node, chunk, start, port, chain)
-                created += new_tokens
-                if block is None:
-                    break
-                node, start = block, start + block.num_tokens
-        finally:
-            with self._lock:
-                self._totals.created_tokens += created
-                self._inventory.touch(chain)
-                self._inventory.unhold(chain)
+                root = self._index.root(identity, salt, port.layout)
+                root.holds += 1
+            try:
+                node: Node = root
+                start = 0
+                for chunk in self._index.chunks(encode_tokens(token_ids)):
+                    block, new_tokens = self._commit_block(node, chunk, start, port, chain)
+                    created += new_tokens
+                    if block is None or ctrl_c.requested:
+                        break
+                    node, start = block, start + block.num_tokens
+            finally:
+                with self._lock:
+                    self._totals.created_tokens += created
+                    self._inventory.touch(chain)
+                    self._inventory.unhold(chain)
+                    root.holds -= 1
+                    self._index.drop_if_empty(root)
         return created
 
     def record(self, usage: Usage) -> None:
@@ -210,13 +216,6 @@ class TierStack:
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError("This TierStack is closed. Make a new one, or use TieredCache() with the default stack.")
-
-    def _root(self, identity: bytes, salt: bytes, port: BlockPort) -> Root:
-        key = self._index.root_key(identity, salt)
-        root = self._index.roots.setdefault(key, Root(key, identity, port.layout))
-        if root.layout != port.layout:
-            raise RuntimeError(f"K/V of one identity came in two layouts: {root.layout} and {port.layout}")
-        return root
 
     def _commit_block(
         self, parent: Node, tokens: bytes, start: int, port: BlockPort, chain: list[Block]

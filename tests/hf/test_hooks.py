@@ -410,6 +410,21 @@ def test_enable_steps_aside() -> None:
     assert stack.stats().requests == 1
 
 
+def test_enable_leaves_a_mask_that_does_not_fit_to_stock() -> None:
+    ids, mask = prompt(5), torch.ones(1, 9, dtype=torch.long)
+    for name in ("Llama", "Mistral"):
+        outcomes = []
+        for automatic in (False, True):
+            if automatic:
+                enable(new_stack())
+            try:
+                outcomes.append(str(tiny(name).generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)))
+            except Exception as error:  # noqa: BLE001  whatever stock does
+                outcomes.append(repr(error))
+        assert outcomes[0] == outcomes[1]
+        disable()
+
+
 def test_enable_goes_on_when_its_stack_is_closed() -> None:
     stack = new_stack()
     enable(stack)
@@ -434,6 +449,26 @@ def test_peft_wrapped_model() -> None:
         check(model, prompt(30), stack, cached=0)
         check(model, prompt(30), stack, cached=29)
     check(model, prompt(30), stack, cached=29)
+
+
+@pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig"])
+def test_peft_prompt_learning(kind: str) -> None:
+    """Virtual tokens come in front of the prompt: more columns than tokens. As stock, and nothing of it is ever reused
+    without them."""
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(fresh(), config).eval()
+    ids, stack = prompt(30), new_stack()
+    mask = torch.ones_like(ids)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    cold = model.generate(input_ids=ids, attention_mask=mask, **options).tolist()
+    enable(stack)
+    for _ in range(2):
+        assert model.generate(input_ids=ids, attention_mask=mask, **options).tolist() == cold
+    disable()
+    base = fresh()
+    assert_same(run(base, ids, past_key_values=TieredCache(stack)), run(base, ids))
 
 
 def test_a_class_that_overrides_generate() -> None:

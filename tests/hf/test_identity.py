@@ -171,6 +171,19 @@ def test_rotary_frequencies_that_depend_on_the_length(stack: TierStack, rope_typ
     check(model, prompt(44), stack, cached=43)
 
 
+def test_phi3_which_replaces_the_cache_at_the_switch(stack: TierStack) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    model = fresh("Phi3", rope_parameters=rope, original_max_position_embeddings=48)
+    for _ in range(2):
+        for length, new_tokens in ((44, 12), (60, 5), (48, 5), (30, 5)):
+            cold = run(model, prompt(length), new_tokens=new_tokens)
+            cache = TieredCache(stack)
+            out = run(model, prompt(length), new_tokens=new_tokens, past_key_values=cache)
+            assert out.sequences.tolist() == cold.sequences.tolist()
+    assert cache.usage.cached_tokens == 29
+    assert max(depth(block) for block in stack._index.blocks.values()) <= 48
+
+
 def depth(block: Any) -> int:
     tokens = 0
     while hasattr(block, "tokens"):

@@ -429,6 +429,36 @@ def test_an_exception_in_mid_forward(stack: TierStack, error: type[BaseException
     check(model, prompt(30), stack, cached=29 if forward else kept, cache=cache)
 
 
+def test_ctrl_c_at_any_moment(stack: TierStack) -> None:
+    """A real SIGINT, at a hundred different moments: the index and the budgets stay whole, and answers stay right."""
+    import signal
+    import time
+
+    ids = prompt(40)
+    cold = run(tiny(), ids).sequences.tolist()
+    started = time.perf_counter()
+    run(tiny(), ids, past_key_values=TieredCache(new_stack()))
+    span = time.perf_counter() - started
+    interrupted = 0
+    cache = TieredCache(stack)
+    for moment in range(100):
+        if moment % 10 == 0:
+            stack.clear()
+        timer = threading.Timer(span * 1.1 * moment / 100, signal.raise_signal, [signal.SIGINT])
+        try:
+            timer.start()
+            out = run(tiny(), ids, past_key_values=cache).sequences.tolist()
+            timer.join()
+            time.sleep(0.001)
+            assert out == cold
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert_consistent(stack)
+        assert run(tiny(), ids, past_key_values=cache).sequences.tolist() == cold
+    assert interrupted > 20
+    assert_consistent(stack)
+
+
 def test_an_exception_while_storing_costs_only_the_storing(
     stack: TierStack, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

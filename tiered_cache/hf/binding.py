@@ -38,9 +38,12 @@ class Binding:
         self.identity: bytes | None = None
         self.refusal = self._refuse(model)
         if self.refusal is None:
-            self.identity = identity.identify(model)
+            why = "the model's weights cannot be read here (offloaded, or of a quantised kind)"
+            try:
+                self.identity = identity.identify(model)
+            except Exception as error:  # noqa: BLE001  whatever a model is made of, generate() goes on without reuse
+                why = f"the model's weights could not be read ({error!r})"
             if self.identity is None:
-                why = "the model's weights cannot be read here (offloaded, or of a quantised kind)"
                 self.refusal = Refusal(MissReason.IDENTITY, why)
         switch = compat.rope_switch(model.config)
         self._switch = sys.maxsize if switch is None else switch

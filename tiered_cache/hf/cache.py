@@ -21,6 +21,7 @@ from tiered_cache.hf.binding import Binding
 from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.explain import Refusal, describe
 from tiered_cache.hf.layers import GrowableLayer
+from tiered_cache.interrupts import uninterrupted
 from tiered_cache.stack import TierStack, check_stack, default_stack
 from tiered_cache.usage import MissReason, Usage
 
@@ -47,7 +48,7 @@ class Resident:
             return 0
         if any(not isinstance(layer, GrowableLayer) for layer in self.layers):
             return 0
-        whole = min(int(layer.get_seq_length()) for layer in self.layers)
+        whole = min([int(layer.get_seq_length()) for layer in self.layers], default=0)
         return min(self.columns.shared(prompt), whole)
 
 
@@ -156,12 +157,14 @@ class TieredCache(DynamicCache):
     def take_out(self) -> Resident:
         """Take what this cache holds out of it; `put_back` undoes that."""
         resident = Resident(self.layers, self.columns, self._binding)
-        self.layers, self.columns = [], None
+        self.columns = None  # first: tokens are never known of layers that are not there
+        self.layers = []
         return resident
 
     def put_back(self, resident: Resident) -> None:
         """Hold again what `take_out` returned."""
-        self.layers, self.columns, self._binding = resident.layers, resident.columns, resident.binding
+        self.layers, self._binding = resident.layers, resident.binding
+        self.columns = resident.columns
 
     def bind(self, model: PreTrainedModel) -> Refusal | None:
         """Make fresh layers for `model`; return why nothing may be reused with it, or None."""
@@ -192,7 +195,8 @@ class TieredCache(DynamicCache):
         self._may_store = refusal is None or refusal.stores
         if refusal is None and prompt is not None:
             try:
-                columns, served, refusal = self._fetch(prompt, expand, resident)
+                with uninterrupted():  # a hold that is never released would keep its blocks for ever
+                    columns, served, refusal = self._fetch(prompt, expand, resident)
             except Exception as error:  # noqa: BLE001  a tier that fails, in whatever way, is a miss
                 _warn("Reuse failed, the whole prompt is computed", error)
                 refusal = Refusal(MissReason.TIER_ERROR, f"a tier failed ({error})")
@@ -219,15 +223,17 @@ class TieredCache(DynamicCache):
         except Exception as error:  # noqa: BLE001
             _warn("Storing failed, this call's K/V are not kept", error)
 
-    def truncate(self, length: int) -> None:
-        """Keep the first `length` columns of every layer: what is beyond may be incomplete after an exception."""
+    def truncate(self, length: int) -> int:
+        """Keep the first `length` columns of every layer, where all can be cut, else none; return how many that are.
+
+        What is beyond may be incomplete after an exception.
+        """
         if all(isinstance(layer, GrowableLayer) for layer in self.layers):
             for layer in self.layers:
                 layer.truncate(length)
-        else:
-            self.layers = self._bound.fresh_layers()
-            length = 0
-        self.columns = self.columns.cut(length) if self.columns is not None and length else None
+            return length
+        self.layers = self._bound.fresh_layers()
+        return 0
 
     # --- as DynamicCache --------------------------------------------------------------------------------------------
 
@@ -289,7 +295,7 @@ class TieredCache(DynamicCache):
         return self._binding
 
     def _check_free(self) -> None:
-        if self.session is not None:
+        if self.session is not None and self.session.is_alive():
             raise CacheInUseError("This TieredCache is used by a generate() call. Give each call a cache of its own.")
 
     def _follow(self, change: Callable[[Columns], Columns]) -> None:

@@ -4,9 +4,9 @@ Owns how a generate() call comes to have a session. Refuses to own what the sess
 """
 
 import functools
-import threading
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
@@ -21,7 +21,6 @@ from tiered_cache.stack import TierStack, check_stack, default_stack
 from tiered_cache.usage import MissReason
 
 _MARK = "_tiered_cache_hook"
-_calls = threading.local()  # .depth: generate() calls under way on this thread
 _automatic: dict[str, TierStack | None] = {}  # {"stack": ...} while enabled
 
 
@@ -96,7 +95,7 @@ def _hook_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         cache = model_kwargs.get(compat.CACHE_ARGUMENT)
         if not _prefill.active or not _is_tiered(cache):  # type: ignore[attr-defined]
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-        if cache.session is not None and cache.session.thread == threading.get_ident():
+        if cache.session is not None and cache.session.encloses_this():
             return cache.session.prefill(original, input_ids, generation_config, model_kwargs, *args, **kwargs)
         # generate() was fetched before the hooks were installed: the prefill is all there is to see.
         session = Session(self, cache)
@@ -119,15 +118,13 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, args: tuple[
     if automatic and not given and _may_insert(model, args, kwargs):
         cache = TieredCache(_automatic["stack"] if _open_stack(_automatic["stack"]) else default_stack())
     if cache is None:
-        with _counted():
-            return original(model, *args, **kwargs)
+        return original(model, *args, **kwargs)
     if any(other is not cache for other in given):
         raise ConfigError("generate() was given two caches, as `cache` and as `past_key_values`. Pass one of them.")
     kwargs = {name: value for name, value in kwargs.items() if name not in compat.CACHE_ARGUMENTS}
     kwargs[compat.CACHE_ARGUMENT] = cache
-    if cache.session is not None and cache.session.thread == threading.get_ident():  # a decoding method calls generate() itself
-        with _counted():
-            return original(model, *args, **kwargs)
+    if cache.session is not None and cache.session.encloses_this():  # a decoding method calls generate() itself
+        return original(model, *args, **kwargs)
     custom = compat.generate_argument(args, kwargs, "custom_generate")
     refusal = Refusal(MissReason.DISABLED_CALL, "custom_generate does its own decoding") if custom is not None else None
     assistant = compat.generate_argument(args, kwargs, "assistant_model")
@@ -135,8 +132,7 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, args: tuple[
     session.open(_count_prompt(args, kwargs))
     try:
         try:
-            with _counted():
-                result = original(model, *args, **kwargs)
+            result = original(model, *args, **kwargs)
         except BaseException:
             session.fail()
             raise
@@ -148,7 +144,7 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, args: tuple[
 
 def _may_insert(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Say whether enable() gives this call a cache."""
-    if "stack" not in _automatic or _depth():
+    if "stack" not in _automatic or _is_nested():
         return False
     configs = [compat.generate_argument(args, kwargs, "generation_config"), model.generation_config]
     for name, plain in (("use_cache", (None, True)), ("cache_implementation", (None,))):
@@ -178,17 +174,15 @@ def _count_prompt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return count_tokens(ids, kwargs.get("attention_mask")) if ids is not None else 1  # the BOS token
 
 
-def _depth() -> int:
-    return int(getattr(_calls, "depth", 0))
-
-
-@contextmanager
-def _counted() -> Iterator[None]:
-    _calls.depth = _depth() + 1
-    try:
-        yield
-    finally:
-        _calls.depth -= 1
+def _is_nested() -> bool:
+    """Say whether the present generate() call runs inside another one on this thread."""
+    # The stack itself says so: a counter could be left standing by Ctrl-C.
+    calls = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        calls += frame.f_code is _generate.__code__
+        frame = frame.f_back
+    return calls > 1
 
 
 def _marked(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,8 +6,10 @@ Owns the checks that keep stock generate() from answering from a wrong prefix. R
 
 import enum
 import logging
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from tiered_cache.errors import CacheInUseError, ConfigError
 from tiered_cache.hf import compat
-from tiered_cache.hf.cache import TieredCache
+from tiered_cache.hf.cache import Resident, TieredCache
 from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.explain import Refusal
 from tiered_cache.usage import MissReason, Usage
@@ -59,7 +61,8 @@ class Session:
         self._automatic = automatic
         self._refusal = refusal
         self._assistant = assistant
-        self.thread = threading.get_ident()
+        self._thread = threading.get_ident()
+        self._frame: FrameType | None = None
         self._stage = Stage.OPENED
         self._in_prefill = False
         self._prompt: Columns | None = None  # the rows as passed, suffix-only calls completed
@@ -70,14 +73,17 @@ class Session:
         self._padding_ends = False  # ... which is also what ends a row
 
     def open(self, prompt_tokens: int) -> None:
-        """Take the cache. Raises CacheInUseError or UnsupportedModelError."""
+        """Take the cache, for as long as the caller runs. Raises CacheInUseError or UnsupportedModelError."""
         cache = self._cache
         with _opening:
-            if cache.session is not None:
+            if cache.session is not None and cache.session.is_alive():
                 raise CacheInUseError(
                     "This TieredCache is used by another generate() call right now. Give each call a TieredCache of its own; "
                     "they may share one stack."
                 )
+            if cache.session is not None:  # left over by a call that Ctrl-C kept from closing: who knows how far it got
+                cache.columns = None
+            self._frame = sys._getframe(1)
             cache.session = self
         try:
             compat.check_decoder(self._model)
@@ -96,8 +102,19 @@ class Session:
 
     def close(self) -> None:
         """Give the cache back to its user."""
-        self._cache.session = None
+        self._cache.session = self._frame = None
         self._cache.stack.record(self._cache.usage)
+
+    def encloses_this(self) -> bool:
+        """Say whether this code runs inside the call that opened this session."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+    def is_alive(self) -> bool:
+        """Say whether the call is under way: on another thread, or further up on this one."""
+        return self._thread != threading.get_ident() or self.encloses_this()
 
     # --- prefill ----------------------------------------------------------------------------------------------------
 
@@ -123,30 +140,39 @@ class Session:
             model_kwargs.pop(compat.CACHE_ARGUMENT, None)
             return original(self._model, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
-        mode = generation_config.get_generation_mode(self._assistant)
-        self._beams = mode in compat.BEAM_MODES
         self._expand = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        self._passed = input_ids.cpu().numpy()
         self._note_padding(generation_config)
-        refusal = self._refusal or _refuse_call(input_ids, generation_config, model_kwargs, mode)
-        if refusal is not None and refusal.reason is MissReason.UNKNOWN_CONTENT:
-            prompt_tokens = self._cache.usage.prompt_tokens
-        else:
-            input_ids = self._whole_prompt(input_ids, generation_config, model_kwargs)
-            mask = model_kwargs.get("attention_mask")
-            rows = slice(None, None, self._expand)
-            prompt_tokens = count_tokens(input_ids[rows], None if mask is None else mask[rows])
-            self._prompt = Columns.of(input_ids[rows], None if mask is None else mask[rows])
-            if self._prompt is not None and not _plain_positions(self._prompt, model_kwargs.get("position_ids")):
-                self._prompt = None
-                refusal = refusal or Refusal(MissReason.UNKNOWN_CONTENT, "position_ids are not those of the tokens' places")
-            if not self._automatic:
-                _check_length(self._model, self._prompt)
+        input_ids, prompt_tokens, refusal = self._read_prompt(input_ids, generation_config, model_kwargs)
         self._cache.reuse(self._prompt, prompt_tokens, self._expand, self._resident, refusal)
+        self._resident = Resident([], None, None)  # frees what was not reused
         self._stage = Stage.RESTORED
         outputs = original(self._model, input_ids, generation_config, model_kwargs, *args, **kwargs)
         self._stage = Stage.PREFILLED
         return outputs
+
+    def _read_prompt(
+        self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, int, Refusal | None]:
+        """Find out what the columns will hold: (ids of all columns, tokens in the rows as passed, why not to reuse)."""
+        mode = generation_config.get_generation_mode(self._assistant)
+        self._beams = mode in compat.BEAM_MODES
+        self._passed = input_ids.cpu().numpy()
+        refusal = self._refusal or _refuse_call(input_ids, generation_config, model_kwargs, mode)
+        if self._automatic and _covered(input_ids, generation_config, model_kwargs) != input_ids.shape[1]:
+            refusal = Refusal(MissReason.UNKNOWN_CONTENT, "attention_mask and input_ids differ in length")
+        if refusal is not None and refusal.reason is MissReason.UNKNOWN_CONTENT:
+            return input_ids, self._cache.usage.prompt_tokens, refusal
+        input_ids = self._whole_prompt(input_ids, generation_config, model_kwargs)
+        mask = model_kwargs.get("attention_mask")
+        rows = slice(None, None, self._expand)
+        row_mask = None if mask is None else mask[rows]
+        self._prompt = Columns.of(input_ids[rows], row_mask)
+        if self._prompt is not None and not _plain_positions(self._prompt, model_kwargs.get("position_ids")):
+            self._prompt = None
+            refusal = refusal or Refusal(MissReason.UNKNOWN_CONTENT, "position_ids are not those of the tokens' places")
+        if not self._automatic:
+            _check_length(self._model, self._prompt)
+        return input_ids, count_tokens(input_ids[rows], row_mask), refusal
 
     def _whole_prompt(
         self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -157,7 +183,7 @@ class Session:
             ConfigError: the mask covers neither the ids passed nor those and what the cache held.
         """
         passed = input_ids.shape[1]
-        covered = compat.mask_length(generation_config, model_kwargs, passed)
+        covered = _covered(input_ids, generation_config, model_kwargs)
         if covered == passed:
             return input_ids
         held = self._resident.columns
@@ -207,13 +233,15 @@ class Session:
     def fail(self) -> None:
         """Make the cache usable again after generate() raised: keep and store only what is surely complete."""
         cache = self._cache
+        known, cache.columns = cache.columns, None  # until all layers are known to hold it, should this be interrupted too
         if self._stage is Stage.PREFILLED and self._prompt is not None:
             cache.truncate(self._prompt.length)
             self._keep_prompt(self._prompt.repeat(self._expand))
         elif self._stage is Stage.OPENED and _uniform_length(cache) == 0:  # nothing happened yet
             cache.put_back(self._resident)
         else:
-            cache.truncate(cache.columns.length if cache.columns is not None else 0)
+            kept = cache.truncate(known.length if known is not None else 0)
+            cache.columns = known if kept else None
 
     def _keep_prompt(self, prompt: Columns) -> None:
         """Note and store the prompt's columns only, one row of each group of copies."""
@@ -265,6 +293,10 @@ def _refuse_call(
             stores=True,
         )
     return None
+
+
+def _covered(input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
+    return compat.mask_length(generation_config, model_kwargs, int(input_ids.shape[1]))
 
 
 def _plain_positions(prompt: Columns, position_ids: torch.Tensor | None) -> bool:
