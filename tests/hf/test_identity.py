@@ -47,6 +47,11 @@ def replace_forward(model: Any) -> None:
     model.model.layers[0].mlp.forward = lambda x: inner(x) * 1.1
 
 
+def replace_preparation(model: Any) -> None:
+    prepare = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: prepare(*args, **kwargs)
+
+
 def scale_rope(model: Any) -> None:
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5e5}
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).eval()
@@ -59,6 +64,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook": add_hook,
     "a pre-hook": add_pre_hook,
     "a forward": replace_forward,
+    "how inputs are prepared": replace_preparation,
     "rope": scale_rope,
     "dtype": lambda model: model.to(torch.float64),
     "attention": lambda model: model.set_attn_implementation("eager"),

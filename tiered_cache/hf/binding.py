@@ -122,6 +122,8 @@ class Binding:
         if kinds or not self.layers:
             why = f"the model has layers without prefix reuse so far ({', '.join(kinds)})"
             return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
+        if compat.has_virtual_tokens(model):
+            return Refusal(MissReason.UNKNOWN_CONTENT, "PEFT puts learned virtual tokens in front of the prompt")
         if compat.is_bidirectional(model.config):
             why = "the model's attention looks at later tokens, so a prefix has no K/V of its own"
             return Refusal(MissReason.UNSUPPORTED_LAYERS, why)

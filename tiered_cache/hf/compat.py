@@ -117,6 +117,12 @@ def learned_positions(model: PreTrainedModel) -> int | None:
     return int(limit) if limit and has_table else None
 
 
+def has_virtual_tokens(model: PreTrainedModel) -> bool:
+    """Say whether PEFT's prompt learning puts something in front of every prompt, behind the back of generate()."""
+    peft_model = getattr(model.__dict__.get("prepare_inputs_for_generation"), "__self__", None)
+    return bool(getattr(getattr(peft_model, "active_peft_config", None), "is_prompt_learning", False))
+
+
 def is_bidirectional(config: PreTrainedConfig) -> bool:
     """Say whether a token's K/V may depend on later tokens, so that a prefix has no K/V of its own."""
     config = text_config(config)

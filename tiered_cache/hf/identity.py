@@ -154,6 +154,9 @@ def _module_state(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[object,
     Hooks and functions are known by a number of this process: what was computed under them is used only under them.
     """
     for name, module in modules.items():
+        prepares = module.__dict__.get("prepare_inputs_for_generation")
+        if prepares is not None and not hasattr(getattr(prepares, "__self__", None), "peft_config"):  # PEFT only hands on
+            yield (name, "inputs", _serial(prepares))
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         if "forward" in module.__dict__ and not hasattr(module, "_hf_hook"):  # accelerate only moves tensors
             hooks.append(module.__dict__["forward"])
