@@ -1,5 +1,6 @@
 """Paired measurements: every contestant once per round, in turn, so that a slow minute of the machine hits all of them."""
 
+import argparse
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 
@@ -30,6 +32,28 @@ class FirstToken(BaseStreamer):
 
     def end(self) -> None:
         pass
+
+
+def arguments(description: str | None, output: str) -> argparse.Namespace:
+    """Read the command line all benchmarks share, and set the number of threads."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a tiny random model and two rounds, to see that it runs")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / output)
+    options = parser.parse_args()
+    if options.smoke:
+        options.rounds = 2
+    torch.set_num_threads(options.threads)
+    return options
+
+
+def small_model() -> Any:
+    """Return the tiny random model of smoke runs."""
+    config = LlamaConfig(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config.pad_token_id = 0
+    return model
 
 
 def measure(contestants: dict[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:

@@ -10,15 +10,13 @@ miss       a new TieredCache on a stack that holds nothing of the prompt (what a
 The new tokens differ in every round, so that only the prefix is ever reused.
 """
 
-import argparse
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
-from benchmarks.pairs import FirstToken, measure, ratio, show, summary, write
+from benchmarks.pairs import FirstToken, arguments, measure, ratio, show, small_model, summary, write
 from examples.smollm import load
 from tiered_cache import HostTier, TieredCache, TierStack
 
@@ -83,25 +81,14 @@ def compare(model: Any, shared: int, new: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a tiny random model and two rounds, to see that it runs")
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "ttft.json")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    if options.smoke:
-        config = LlamaConfig(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
-        model, sizes, rounds = LlamaForCausalLM(config).eval(), ((64, 8),), 2
-        model.generation_config.pad_token_id = 0
-    else:
-        (model, _), sizes, rounds = load(), SIZES, options.rounds
+    options = arguments(__doc__, "ttft.json")
+    model, sizes = (small_model(), ((64, 8),)) if options.smoke else (load()[0], SIZES)
 
     results = []
     print("| shared + new | ours | floor | recompute | ours / floor | recompute / ours | a miss / recompute |")
     print("|---|---|---|---|---|---|---|")
     for shared, new in sizes:
-        result = compare(model, shared, new, rounds)
+        result = compare(model, shared, new, options.rounds)
         results.append(result)
         times = " | ".join(f"{result['seconds'][name]['median'] * 1e3:.0f} ms" for name in ("ours", "floor", "recompute"))
         ratios = " | ".join(show(result[name]) for name in ("ours / floor", "recompute / ours", "miss / recompute"))
