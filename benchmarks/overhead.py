@@ -74,11 +74,11 @@ def lookup(rounds: int, num_blocks: int, num_tokens: int) -> dict[str, Any]:
     prompt = random.integers(0, 50_000, num_tokens)
 
     class NoBytes(TokenPort):
-        def nbytes(self, num_tokens: int) -> int:
+        def nbytes(self, kind: str, num_tokens: int) -> int:
             return 8
 
-        def save(self, start: int, num_tokens: int, buffers: Any) -> Any:
-            return super().save(start, 0, [buffer[:0] for buffer in buffers])
+        def save(self, kind: str, start: int, num_tokens: int, buffers: Any) -> Any:
+            return super().save(kind, start, 0, [buffer[:0] for buffer in buffers])
 
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

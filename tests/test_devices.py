@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.hf.harness import assert_consistent, check, new_stack
+from tests.hf.harness import assert_consistent, block_nbytes, check, new_stack
 from tests.hf.models import prompt, tiny
 from tiered_cache import ConfigError, DeviceTier, HostTier, TierStack
-from tiered_cache.blocks import BlockLayout, SequencePort
+from tiered_cache.blocks import BlockLayout, SequenceLayout, SequencePort, Strip
 from tiered_cache.devices import device_for
 from tiered_cache.devices.base import Device
 from tiered_cache.devices.cpu import CPUDevice
@@ -71,10 +71,9 @@ def test_reuse_before_done_is_found() -> None:
 
 
 def port_on(device: Device, tokens: int = 32) -> SequencePort:
-    layers = [(torch.randn(1, 2, tokens, 4), torch.randn(1, 2, tokens, 4)) for _ in range(2)]
-    layout = BlockLayout.of(layers)
-    assert layout is not None
-    return SequencePort(layout, layers, slice(0, 1), 0, device)
+    tensors = tuple(torch.randn(1, 2, tokens, 4) for _ in range(4))
+    layout = SequenceLayout(BlockLayout.of(tensors, tensors[0].device), BlockLayout((), tensors[0].device), 0)
+    return SequencePort(layout, {"main": Strip(tensors)}, slice(0, 1), 0, device)
 
 
 def test_a_block_is_not_found_before_its_copy_is_complete() -> None:
@@ -128,7 +127,7 @@ def test_device_tier_serves_first(manual: ManualDevice) -> None:
     stack = TierStack(DeviceTier("1MB"), HostTier("1MB"), block_tokens=16)
     check(tiny(), prompt(30), stack, cached=0)
     stats = stack.stats()
-    assert stats.tiers["device"].blocks == stats.tiers["host"].blocks == 3
+    assert stats.tiers["device"].pieces == stats.tiers["host"].pieces == 3
     cache = check_tiers(stack, {"device": 29})
     assert "device memory" in cache.explain()
 
@@ -137,13 +136,13 @@ def test_device_tier_that_is_full_gives_up_first(manual: ManualDevice) -> None:
     """What it gave up is served from the host, and promoted again."""
     one = new_stack()
     check(tiny(), prompt(30), one, cached=0)
-    block = max(block.nbytes for block in one._index.blocks.values())
+    block = block_nbytes(one)
     stack = TierStack(HostTier("1MB"), DeviceTier(3 * block), block_tokens=16)
     assert [tier.name for tier in stack.tiers] == ["device", "host"]
     check(tiny(), prompt(30), stack, cached=0)
     check(tiny(), prompt(60, seed=1), stack, cached=int(prompt(1)[0, 0] == prompt(1, seed=1)[0, 0]))
-    assert stack.stats().tiers["device"].evicted_blocks > 0
-    assert stack.stats().tiers["host"].evicted_blocks == 0
+    assert stack.stats().tiers["device"].evicted_pieces > 0
+    assert stack.stats().tiers["host"].evicted_pieces == 0
     check(tiny(), prompt(30), stack, cached=29)
     check_tiers(stack, {"device": 29})
     assert_consistent(stack)
@@ -152,7 +151,7 @@ def test_device_tier_that_is_full_gives_up_first(manual: ManualDevice) -> None:
 def test_host_tier_smaller_than_the_device_tier(manual: ManualDevice) -> None:
     one = new_stack()
     check(tiny(), prompt(30), one, cached=0)
-    block = max(block.nbytes for block in one._index.blocks.values())
+    block = block_nbytes(one)
     stack = TierStack(DeviceTier("1MB"), HostTier(block), block_tokens=16)
     check(tiny(), prompt(60), stack, cached=0)
     check(tiny(), prompt(60), stack, cached=59)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tiered_cache.errors import ClosedError, ConfigError
 from tiered_cache.stack import TierStack, default_stack, set_default_stack
-from tiered_cache.testing.token_port import TOKEN_NBYTES, TokenPort
+from tiered_cache.testing.token_port import NOTHING, TOKEN_NBYTES, TokenPort
 from tiered_cache.tiers import device as device_tier
 from tiered_cache.tiers.device import DeviceTier
 from tiered_cache.tiers.host import HostTier
@@ -36,7 +36,7 @@ def restore(stack: TierStack, tokens: Any, identity: bytes = b"id", salt: bytes 
     served = stack.fetch(match, match.num_tokens, port)
     stack.release(match)
     assert port.loaded[: match.num_tokens].tolist() == tokens[: match.num_tokens].tolist()
-    assert (port.loaded[match.num_tokens :] == -1).all()
+    assert (port.loaded[match.num_tokens :] == NOTHING).all()
     assert sum(served.values()) == match.num_tokens
     return match.num_tokens
 
@@ -48,13 +48,15 @@ def assert_consistent(stack: TierStack) -> None:
     assert {id(block) for block in reachable} == {id(block) for block in blocks.values()}
     for block in reachable:
         assert block.holds == 0
-        assert block.copies
+        assert "main" in block.pieces
         assert not block.children or block.num_tokens == stack.block_tokens
         assert block.parent.children == sorted(block.parent.children, key=lambda child: child.tokens)
+    pieces = [piece for block in reachable for piece in block.pieces.values()]
+    assert {piece.key for piece in pieces} == set(stack._inventory.pieces)
     for tier in stack.tiers:
-        held = [block.copies[tier.name].nbytes for block in reachable if tier.name in block.copies]
+        held = [piece.copies[tier.name].nbytes for piece in pieces if tier.name in piece.copies]
         assert tier.used_bytes == sum(held) <= tier.capacity_bytes
-        assert tier.num_blocks == len(held) == len(list(tier.policy.victims()))
+        assert tier.num_pieces == len(held) == len(list(tier.policy.victims()))
 
 
 # --- matching -----------------------------------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ def test_leaves_go_first_and_prefixes_stay_usable() -> None:
     commit(stack, range(12))
     commit(stack, range(100, 104))
     assert restore(stack, range(12)) == 8
-    assert stack.stats().tiers["host"].evicted_blocks == 1
+    assert stack.stats().tiers["host"].evicted_pieces == 1
     assert_consistent(stack)
 
 
@@ -180,7 +182,7 @@ def test_without_holds_it_would_be_evicted(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(stack._inventory, "hold", lambda blocks: None)
     match = stack.match(b"id", b"", np.arange(8))
     assert commit(stack, range(100, 108)) == 8
-    with pytest.raises((AssertionError, StopIteration)):
+    with pytest.raises((AssertionError, KeyError)):
         stack.fetch(match, 8, TokenPort(np.arange(8)))
 
 
@@ -239,10 +241,10 @@ def test_clear_while_a_commit_is_under_way_wins() -> None:
     stack = new_stack()
 
     class Clears(TokenPort):
-        def save(self, start: int, num_tokens: int, buffers: Any) -> Any:
+        def save(self, kind: str, start: int, num_tokens: int, buffers: Any) -> Any:
             if start == BLOCK:
                 stack.clear()
-            return super().save(start, num_tokens, buffers)
+            return super().save(kind, start, num_tokens, buffers)
 
     stack.commit(b"id", b"", np.arange(12), Clears(np.arange(12)))
     assert not stack._index.blocks
@@ -267,10 +269,10 @@ def test_ctrl_c_ends_a_commit_between_blocks() -> None:
     stack = new_stack()
 
     class Pressed(TokenPort):
-        def save(self, start: int, num_tokens: int, buffers: Any) -> Any:
+        def save(self, kind: str, start: int, num_tokens: int, buffers: Any) -> Any:
             if start == BLOCK:
                 signal.raise_signal(signal.SIGINT)
-            return super().save(start, num_tokens, buffers)
+            return super().save(kind, start, num_tokens, buffers)
 
     with pytest.raises(KeyboardInterrupt):
         stack.commit(b"id", b"", np.arange(40), Pressed(np.arange(40)))

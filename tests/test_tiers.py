@@ -57,7 +57,8 @@ def container(monkeypatch: pytest.MonkeyPatch, folder: Path, limit: str, used: i
     (folder / "memory.max").write_text(limit + "\n")
     (folder / "memory.current").write_text(f"{used}\n")
     (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
-    monkeypatch.setattr(host, "_LIMITS", ((folder, "memory.max", "memory.current", "inactive_file"),))
+    monkeypatch.setattr(host, "_CGROUPS", folder)
+    monkeypatch.setattr(host, "_OWN_CGROUP", folder / "none")
 
 
 def test_default_budget_is_a_quarter_of_what_is_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -86,6 +87,18 @@ def test_an_overfull_container_still_gives_a_budget(monkeypatch: pytest.MonkeyPa
     memory(monkeypatch, total=1000, available=800)
     container(monkeypatch, tmp_path, "500", used=600, cached=0)
     assert host.default_capacity() == 1
+
+
+def test_the_limit_of_any_group_above_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As batch systems set them: the process is some levels below the group with the limit."""
+    memory(monkeypatch, total=1000, available=800)
+    (tmp_path / "job" / "step").mkdir(parents=True)
+    container(monkeypatch, tmp_path / "job", "300", used=100, cached=0)
+    (tmp_path / "own").write_text("0::/job/step\n")
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN_CGROUP", tmp_path / "own")
+    assert host.total_memory() == 300
+    assert host.available_memory() == 200
 
 
 def test_repr() -> None:

@@ -4,12 +4,14 @@ Owns the layout: for each layer its K `[H_k, tokens, D_k]`, then its V `[H_v, to
 contiguous and aligned. Refuses to own copies between memories (devices) and which blocks exist (stack).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
 from tiered_cache.devices.base import Device, Transfer
+from tiered_cache.index import MAIN, SIDE
 
 _ALIGNMENT = 16  # bytes; lets a piece be viewed in any dtype and be read by vector loads
 
@@ -27,13 +29,9 @@ class BlockLayout:
     device: torch.device
 
     @classmethod
-    def of(cls, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> "BlockLayout | None":
-        """Return the layout of live (K, V) pairs `[B, H, T, D]`, or None where they are on several devices."""
-        tensors = [tensor for pair in layers for tensor in pair]
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) != 1:
-            return None
-        return cls(tuple((tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in tensors), devices.pop())
+    def of(cls, tensors: Sequence[torch.Tensor], device: torch.device) -> Self:
+        """Return the layout of live K and V `[B, H, T, D]` in turn, all on `device`."""
+        return cls(tuple((tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in tensors), device)
 
     def nbytes(self, num_tokens: int) -> int:
         """Return the size in bytes of a block of `num_tokens` tokens."""
@@ -54,54 +52,85 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceLayout:
+    """Of a block's pieces: "main" and, where `window` is not 0, "side"."""
+
+    main: BlockLayout
+    side: BlockLayout
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """K and V `[B, H, T, D]` of some layers in turn; their index 0 on the token axis is column `origin` of the batch."""
+
+    tensors: tuple[torch.Tensor, ...]
+    origin: int = 0
+
+
 class SequencePort:
     """One sequence's columns in the layers' K/V, as the stack's `BlockPort`.
 
     Args:
         layout: of the layers.
-        layers: per layer K and V `[B, H, T, D]`, read by `save` and written by `load`.
+        strips: their K/V by kind of piece, read by `save` and written by `load`.
         rows: the batch rows that hold the sequence. `save` reads the first, `load` writes all (beams start as copies).
         first_column: the column of the sequence's token 0 (its number of left pads).
         device: moves the bytes.
+        side_from: the first column whose "side" K/V are there.
     """
 
     def __init__(
         self,
-        layout: BlockLayout,
-        layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        layout: SequenceLayout,
+        strips: dict[str, Strip],
         rows: slice,
         first_column: int,
         device: Device,
+        side_from: int = 0,
     ) -> None:
         self.layout = layout
-        self._tensors = [tensor for pair in layers for tensor in pair]
+        self._layouts = {MAIN: layout.main, SIDE: layout.side}
+        self._strips = strips
         self._rows = rows
         self._first_column = first_column
         self._device = device
+        self._side_from = side_from
 
-    def nbytes(self, num_tokens: int) -> int:
-        return self.layout.nbytes(num_tokens)
+    @property
+    def window(self) -> int:
+        return self.layout.window
+
+    def has_side(self, start: int) -> bool:
+        return self._first_column + start >= self._side_from
+
+    def nbytes(self, kind: str, num_tokens: int) -> int:
+        return self._device.footprint(self._layouts[kind].nbytes(num_tokens))
 
     def allocate(self, memory: str, nbytes: int) -> torch.Tensor:
         return self._device.allocate(memory, nbytes)
 
-    def save(self, start: int, num_tokens: int, buffers: Sequence[torch.Tensor]) -> Transfer:
+    def save(self, kind: str, start: int, num_tokens: int, buffers: Sequence[torch.Tensor]) -> Transfer:
         staged = self._device.stage(buffers)
-        columns = self._columns(start, num_tokens)
         row = self._rows.start
-        for piece, tensor in zip(self.layout.views(staged, num_tokens), self._tensors, strict=True):
-            piece.copy_(tensor[row, :, columns])
+        for view, tensor in self._pairs(kind, staged, num_tokens):
+            view.copy_(tensor[row, :, self._places(kind, start, num_tokens)])
         return self._device.store(staged, buffers)
 
-    def load(self, start: int, num_tokens: int, buffer: torch.Tensor, block_tokens: int) -> Transfer:
+    def load(self, kind: str, start: int, num_tokens: int, buffer: torch.Tensor, block_tokens: int) -> Transfer:
         transfer = self._device.fetch(buffer)
-        columns = self._columns(start, num_tokens)
-        for piece, tensor in zip(self.layout.views(transfer.target(), block_tokens), self._tensors, strict=True):
-            tensor[self._rows, :, columns] = piece[:, :num_tokens]
+        for view, tensor in self._pairs(kind, transfer.target(), block_tokens):
+            tensor[self._rows, :, self._places(kind, start, num_tokens)] = view[:, :num_tokens]
         return transfer
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         return self._device.copy(source, target)
 
-    def _columns(self, start: int, num_tokens: int) -> slice:
-        return slice(self._first_column + start, self._first_column + start + num_tokens)
+    def _pairs(self, kind: str, flat: torch.Tensor, num_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(self._layouts[kind].views(flat, num_tokens), self._strips[kind].tensors, strict=True)
+
+    def _places(self, kind: str, start: int, num_tokens: int) -> slice:
+        first = self._first_column + start - self._strips[kind].origin
+        assert first >= 0
+        return slice(first, first + num_tokens)

@@ -13,6 +13,9 @@ import numpy as np
 
 from tiered_cache.keys import TOKEN_NBYTES, root_key
 
+MAIN = "main"  # K/V of the layers that attend to everything
+SIDE = "side"  # K/V of the layers that attend to a window: read only for the last window of a hit
+
 
 class Node:
     """A point in the tree: `children` are the blocks that continue it, sorted by their tokens."""
@@ -39,30 +42,43 @@ class Node:
 class Root(Node):
     """Where all prefixes of one model identity, namespace and salt begin. Goes with its last block, unless it is held."""
 
-    __slots__ = ("holds", "identity", "layout")
+    __slots__ = ("holds", "identity", "layout", "window")
 
-    def __init__(self, key: bytes, identity: bytes, layout: Hashable) -> None:
+    def __init__(self, key: bytes, identity: bytes, layout: Hashable, window: int) -> None:
         super().__init__(key)
         self.identity = identity
         self.layout = layout  # how the bytes of its blocks are laid out; opaque here, equal for all of them
+        self.window = window  # tokens before the end of a hit whose side pieces it takes; 0: there are none
         self.holds = 0  # commits under way
 
 
-class Block(Node):
-    """Up to `block_tokens` consecutive tokens behind `parent`, and where their K/V (`nbytes` bytes) rest.
+class Piece:
+    """One part of a block's K/V that rests in tiers by itself, `nbytes` large. `copies`: tier name -> its buffer."""
 
-    `copies` maps a tier's name to the buffer that tier holds. `holds` counts who is reading it: a held block is never
-    evicted. `linked` turns False when the block leaves the tree; its buffers live on until the last hold is released.
+    __slots__ = ("block", "copies", "key", "kind", "nbytes")
+
+    def __init__(self, block: "Block", kind: str, nbytes: int) -> None:
+        self.block = block
+        self.kind = kind
+        self.key = block.key if kind == MAIN else block.key + kind.encode()
+        self.nbytes = nbytes
+        self.copies: dict[str, Any] = {}
+
+
+class Block(Node):
+    """Up to `block_tokens` consecutive tokens behind `parent`.
+
+    `pieces` are those stored, by kind; a linked block has its main piece. `holds` counts who is reading it: of a held
+    block nothing is evicted. `linked` turns False when it leaves the tree; its bytes live on until the last hold is released.
     """
 
-    __slots__ = ("copies", "holds", "linked", "nbytes", "parent", "tokens")
+    __slots__ = ("holds", "linked", "parent", "pieces", "tokens")
 
     def __init__(self, key: bytes, parent: Node, tokens: bytes) -> None:
         super().__init__(key)
         self.parent = parent
         self.tokens = tokens
-        self.nbytes = 0
-        self.copies: dict[str, Any] = {}
+        self.pieces: dict[str, Piece] = {}
         self.holds = 0
         self.linked = False
 
@@ -92,10 +108,10 @@ class PrefixIndex:
         """Return the root of all that is stored for an identity and salt."""
         return self.roots.get(root_key(identity, self.namespace, salt, self.block_tokens))
 
-    def root(self, identity: bytes, salt: bytes, layout: Hashable) -> Root:
+    def root(self, identity: bytes, salt: bytes, layout: Hashable, window: int) -> Root:
         """Return the root for an identity and salt, a new one if need be, for blocks of `layout`."""
         key = root_key(identity, self.namespace, salt, self.block_tokens)
-        root = self.roots.setdefault(key, Root(key, identity, layout))
+        root = self.roots.setdefault(key, Root(key, identity, layout, window))
         if root.layout != layout:
             raise RuntimeError(f"K/V of one identity came in two layouts: {root.layout} and {layout}")
         return root

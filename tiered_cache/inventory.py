@@ -1,4 +1,4 @@
-"""What a stack's tiers hold: blocks in the index, their copies, the bytes counted for them, and who is evicted.
+"""What a stack's tiers hold: blocks in the index, the copies of their pieces, the bytes counted for them, who is evicted.
 
 Owns the rules between index and budgets. Refuses to own locks and copies: the stack calls it under its lock and brings
 buffers that are complete.
@@ -6,13 +6,13 @@ buffers that are complete.
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tiered_cache.index import Block, Node, PrefixIndex, Root
+from tiered_cache.index import MAIN, SIDE, Block, Node, Piece, PrefixIndex, Root
 from tiered_cache.keys import TOKEN_NBYTES
 from tiered_cache.tiers.base import Buffer, MemoryTier
 
 
 class Inventory:
-    """The blocks of one stack and where their copies rest.
+    """The pieces of one stack's blocks and where their copies rest.
 
     Args:
         tiers: fastest first.
@@ -21,6 +21,9 @@ class Inventory:
     def __init__(self, index: PrefixIndex, tiers: Sequence[MemoryTier]) -> None:
         self.index = index
         self.tiers = tiers
+        self.pieces: dict[bytes, Piece] = {}
+
+    # --- room -------------------------------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, tiers: Sequence[MemoryTier], reserved: list[MemoryTier]) -> None:
         """Reserve `nbytes` in each of `tiers` that can make room, and append it to `reserved`."""
@@ -31,48 +34,78 @@ class Inventory:
 
     def _make_room(self, tier: MemoryTier, nbytes: int) -> bool:
         """Evict from `tier` until `nbytes` fit. Evicts nothing if that cannot be reached."""
-        victims: dict[bytes, Block] = {}
+        victims: dict[bytes, Piece] = {}
         spare = tier.capacity_bytes - tier.used_bytes
         for key in tier.policy.victims():
             if spare >= nbytes:
                 break
-            block = self.index.blocks[key]
-            # A child is never left without its parent: it could not be found any more, yet would use up the budget.
-            last_copy = len(block.copies) == 1
-            if block.holds == 0 and not (last_copy and any(child.key not in victims for child in block.children)):
-                victims[key] = block
-                spare += block.nbytes
+            for piece in self._evictable(self.pieces[key], tier, victims):
+                victims[piece.key] = piece
+                spare += piece.nbytes
         if spare < nbytes:
             return False
-        for block in victims.values():
-            self._remove_copy(block, tier)
-            tier.evicted_blocks += 1
-            if not block.copies:
-                self.index.unlink(block)
+        for piece in victims.values():
+            self._remove_copy(piece, tier)
+            tier.evicted_pieces += 1
+            if piece.kind == MAIN and not piece.copies:
+                self.index.unlink(piece.block)
         return True
 
-    def place(self, block: Block, copies: dict[str, Buffer]) -> None:
-        """Enter the copies of a block, whose bytes were reserved before."""
+    def _evictable(self, piece: Piece, tier: MemoryTier, victims: dict[bytes, Piece]) -> list[Piece]:
+        """Return what goes from `tier` if `piece` does, besides `victims`; nothing if it must stay."""
+        block = piece.block
+        if block.holds or piece.key in victims:
+            return []
+        if piece.kind == SIDE or len(piece.copies) > 1:
+            return [piece]
+        # A child is never left without its parent, nor a side piece without its main piece: neither could be found any
+        # more, yet would use up the budget.
+        if any(child.key not in victims for child in block.children):
+            return []
+        side = block.pieces.get(SIDE)
+        if side is None or side.key in victims:
+            return [piece]
+        return [side, piece] if list(side.copies) == [tier.name] else []
+
+    # --- pieces -----------------------------------------------------------------------------------------------------
+
+    def place(self, piece: Piece, copies: dict[str, Buffer]) -> None:
+        """Enter copies of a linked block's piece, whose bytes were reserved. A side piece goes first until it is used."""
+        assert piece.block.linked
+        piece.block.pieces[piece.kind] = piece
+        self.pieces[piece.key] = piece
         for tier in self.tiers:
             if tier.name in copies:
-                block.copies[tier.name] = copies[tier.name]
-                tier.num_blocks += 1
-                tier.policy.touch(block.key)
+                piece.copies[tier.name] = copies[tier.name]
+                tier.num_pieces += 1
+                tier.policy.touch(piece.key)
+                if piece.kind == SIDE:
+                    tier.policy.chill(piece.key)
 
-    def _remove_copy(self, block: Block, tier: MemoryTier) -> None:
-        del block.copies[tier.name]
-        tier.policy.remove(block.key)
-        tier.num_blocks -= 1
-        tier.release(block.nbytes)
+    def _remove_copy(self, piece: Piece, tier: MemoryTier) -> None:
+        del piece.copies[tier.name]
+        tier.num_pieces -= 1
+        tier.release(piece.nbytes)
+        if piece.block.linked:  # else another block may have its key by now
+            tier.policy.remove(piece.key)
+        if not piece.copies:
+            del piece.block.pieces[piece.kind]
+            if piece.block.linked:
+                del self.pieces[piece.key]
+
+    # --- blocks -----------------------------------------------------------------------------------------------------
 
     def discard(self, block: Block) -> None:
         """Take a block, whose children are gone, out of the tree. Its bytes go now, or with its last hold."""
         self.index.unlink(block)
-        for tier in self.tiers:
-            tier.policy.remove(block.key)
+        for piece in block.pieces.values():
+            del self.pieces[piece.key]
+            for tier in self.tiers:
+                tier.policy.remove(piece.key)
         self._free_if_unused(block)
 
     def discard_roots(self, chosen: Callable[[Root], bool]) -> None:
+        """Discard all blocks of the roots that are `chosen`."""
         for root in [root for root in self.index.roots.values() if chosen(root)]:
             del self.index.roots[root.key]  # a commit under way sees that and ends
             for block in reversed(list(self.index.descendants(root))):
@@ -80,16 +113,22 @@ class Inventory:
 
     def _free_if_unused(self, block: Block) -> None:
         if block.holds == 0 and not block.linked:
-            for tier in self.tiers:
-                if tier.name in block.copies:
-                    self._remove_copy(block, tier)
+            for piece in list(block.pieces.values()):
+                for tier in self.tiers:
+                    if tier.name in piece.copies:
+                        self._remove_copy(piece, tier)
 
-    def touch(self, chain: list[Block]) -> None:
-        """Note that a chain, given from its root down, was used: tail first, so that leaves are evicted first."""
-        for block in reversed(chain):
-            for tier in self.tiers:
-                if block.linked and tier.name in block.copies:
-                    tier.policy.touch(block.key)
+    def touch(self, chain: list[Block], num_window_blocks: int) -> None:
+        """Note that a chain, given from its root down, was used, and the side pieces of its last `num_window_blocks`.
+
+        Tail first, and side pieces before their main piece, so that they are evicted in this order.
+        """
+        for distance, block in enumerate(reversed(chain)):
+            for kind in (SIDE, MAIN) if distance < num_window_blocks else (MAIN,):
+                piece = block.pieces.get(kind)
+                for tier in self.tiers:
+                    if block.linked and piece is not None and tier.name in piece.copies:
+                        tier.policy.touch(piece.key)
 
     def hold(self, blocks: Iterable[Block]) -> None:
         """Keep blocks from being evicted until `unhold`."""
@@ -97,6 +136,7 @@ class Inventory:
             block.holds += 1
 
     def unhold(self, blocks: Iterable[Block]) -> None:
+        """End one hold on each block."""
         for block in blocks:
             block.holds -= 1
             self._free_if_unused(block)

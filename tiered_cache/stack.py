@@ -4,6 +4,7 @@ Owns the index, the budgets, eviction and promotion. Refuses to own bytes in fli
 are opaque here and no torch is imported, so all of this is tested in milliseconds.
 """
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from tiered_cache.errors import ClosedError, ConfigError
-from tiered_cache.index import Block, Node, Part, PrefixIndex, Root
+from tiered_cache.index import MAIN, SIDE, Block, Node, Part, Piece, PrefixIndex, Root
 from tiered_cache.interrupts import uninterrupted
 from tiered_cache.inventory import Inventory
 from tiered_cache.keys import block_key, encode_tokens
@@ -33,6 +34,19 @@ class Match:
     @property
     def num_tokens(self) -> int:
         return sum(part.num_tokens for part in self.parts)
+
+    def usable(self, limit: int) -> int:
+        """Return the longest length up to `limit` before which the side pieces of a whole window are stored."""
+        window = self.root.window if self.root is not None else 0
+        best = covered_from = start = 0
+        for part in self.parts:
+            stop = min(start + part.num_tokens, limit)
+            if window and SIDE not in part.block.pieces:
+                covered_from = start + part.num_tokens
+            elif stop > start and (covered_from == 0 or stop - covered_from >= window):
+                best = stop
+            start += part.num_tokens
+        return best
 
 
 class TierStack:
@@ -56,7 +70,7 @@ class TierStack:
         if not isinstance(namespace, str) or not namespace:
             raise ConfigError(f'TierStack(namespace={namespace!r}) must be a non-empty str, such as "default".')
         for tier in self.tiers:
-            tier.owner = self
+            tier.is_taken = True
         self.block_tokens = block_tokens
         self.namespace = namespace
         self.closed = False
@@ -83,25 +97,33 @@ class TierStack:
     def fetch(self, match: Match, num_tokens: int, port: BlockPort) -> dict[str, int]:
         """Copy the first `num_tokens` tokens of a held match to the layers; return tokens by the tier they came from.
 
-        Runs and waits on the calling thread. The match stays held.
+        Side pieces only where they reach into the last window, but those from their beginning. Runs and waits on the
+        calling thread. The match stays held.
         """
         served: dict[str, int] = {}
         used: list[Block] = []
         transfers = []
-        start = 0
+        start = num_sides = 0
         for part in match.parts:
             take = min(part.num_tokens, num_tokens - start)
             if take <= 0:
                 break
-            tier = self._promote(part.block, port)
-            transfers.append(port.load(start, take, part.block.copies[tier.name], part.block.num_tokens))
-            served[tier.name] = served.get(tier.name, 0) + take
+            in_window = port.window > 0 and start + take > num_tokens - port.window
+            num_sides += in_window
+            for kind in (MAIN, SIDE) if in_window else (MAIN,):
+                piece = part.block.pieces[kind]
+                tier = self._promote(piece, port)
+                transfers.append(port.load(kind, start, take, piece.copies[tier.name], part.block.num_tokens))
+                if len(transfers) > 1:  # two under way: the bytes of one land while the other's are put in place
+                    transfers.pop(0).wait()
+                if kind == MAIN:
+                    served[tier.name] = served.get(tier.name, 0) + take
             used.append(part.block)
             start += take
         for transfer in transfers:
             transfer.wait()
         with self._lock:
-            self._inventory.touch(used)
+            self._inventory.touch(used, num_sides)
         return served
 
     def release(self, match: Match) -> None:
@@ -120,7 +142,7 @@ class TierStack:
         with uninterrupted() as ctrl_c:
             with self._lock:
                 self._check_open()
-                root = self._index.root(identity, salt, port.layout)
+                root = self._index.root(identity, salt, port.layout, port.window)
                 root.holds += 1
             try:
                 node: Node = root
@@ -128,13 +150,17 @@ class TierStack:
                 for chunk in self._index.chunks(encode_tokens(token_ids)):
                     block, new_tokens = self._commit_block(node, chunk, start, port, chain)
                     created += new_tokens
-                    if block is None or ctrl_c.requested:
+                    if block is None:
+                        break
+                    if port.window and SIDE not in block.pieces and block.tokens == chunk and port.has_side(start):
+                        self._store(Piece(block, SIDE, port.nbytes(SIDE, block.num_tokens)), start, port)
+                    if ctrl_c.requested:
                         break
                     node, start = block, start + block.num_tokens
             finally:
                 with self._lock:
                     self._totals.created_tokens += created
-                    self._inventory.touch(chain)
+                    self._inventory.touch(chain, -(-port.window // self.block_tokens) + 1)
                     self._inventory.unhold(chain)
                     root.holds -= 1
                     self._index.drop_if_empty(root)
@@ -186,7 +212,7 @@ class TierStack:
                 dropped_blocks=self._dropped_blocks,
                 miss_reasons=dict(self._miss_reasons),
                 tiers={
-                    tier.name: TierStats(tier.num_blocks, tier.used_bytes, tier.capacity_bytes, tier.evicted_blocks)
+                    tier.name: TierStats(tier.num_pieces, tier.used_bytes, tier.capacity_bytes, tier.evicted_pieces)
                     for tier in self.tiers
                 },
             )
@@ -203,6 +229,10 @@ class TierStack:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # half made, or the interpreter is ending
+            self.close()  # blocks and their parents hold on to each other: free their bytes now, not when gc comes by
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # a copied cache shares the stack
@@ -225,72 +255,92 @@ class TierStack:
         Returns:
             The block and how many of its tokens are new; (None, 0) where the commit must end.
         """
-        reserved: list[MemoryTier] = []
+        with self._lock:
+            if self._inventory.hold_existing(parent, tokens, chain):
+                return chain[-1], 0
         block = Block(block_key(parent.key, tokens), parent, tokens)
-        nbytes = block.nbytes = port.nbytes(block.num_tokens)
+        created = self._store(Piece(block, MAIN, port.nbytes(MAIN, block.num_tokens)), start, port)
+        with self._lock:
+            if block.holds:  # published, and held since
+                chain.append(block)
+            elif not self._inventory.hold_existing(parent, tokens, chain):  # nor did another thread
+                return None, 0
+        return chain[-1], created
+
+    def _store(self, piece: Piece, start: int, port: BlockPort) -> int:
+        """Copy a new piece's bytes from the layers and publish it when they are complete; return how many tokens are new."""
+        reserved: list[MemoryTier] = []
         copies: dict[str, Buffer] = {}
+        block = piece.block
         published = False
         try:
             with self._lock:
-                if self._inventory.hold_existing(parent, tokens, chain):
-                    return chain[-1], 0
-                if not self._index.is_linked(parent):  # cleared meanwhile
-                    return None, 0
-                self._inventory.reserve(nbytes, self.tiers, reserved)
+                if self._is_wanted(piece):
+                    self._inventory.reserve(piece.nbytes, self.tiers, reserved)
             if not reserved:
                 raise MemoryError
-            copies.update({tier.name: port.allocate(tier.memory, nbytes) for tier in reserved})
-            port.save(start, block.num_tokens, list(copies.values())).wait()
+            copies.update({tier.name: port.allocate(tier.memory, piece.nbytes) for tier in reserved})
+            port.save(piece.kind, start, block.num_tokens, list(copies.values())).wait()
             with self._lock:
-                if self._inventory.hold_existing(parent, tokens, chain):  # another thread was faster
-                    return chain[-1], 0
-                if not self._index.is_linked(parent):
-                    return None, 0
-                _, known = parent.closest_child(tokens)
+                if not self._is_wanted(piece):  # another thread was faster, or it was cleared meanwhile
+                    return 0
                 published = True
+                if piece.kind == SIDE:
+                    self._inventory.place(piece, copies)
+                    return 0
+                _, known = block.parent.closest_child(block.tokens)
+                covered = self._index.link(block)
                 block.holds += 1
-                chain.append(block)
-                self._inventory.place(block, copies)
-                for tail in self._index.link(block):
+                self._inventory.place(piece, copies)
+                for tail in covered:
                     if not tail.holds:  # else it ages out by itself
                         self._inventory.discard(tail)
-                return block, block.num_tokens - known
+                return block.num_tokens - known
         except MemoryError:
             with self._lock:
-                self._dropped_blocks += 1
-            return None, 0
+                self._dropped_blocks += piece.kind == MAIN
+            return 0
         finally:
             if not published:
                 copies.clear()  # the bytes go before their reservation
                 with self._lock:
                     for tier in reserved:
-                        tier.release(nbytes)
+                        tier.release(piece.nbytes)
 
-    def _promote(self, block: Block, port: BlockPort) -> MemoryTier:
-        """Copy a held block to the faster tiers that have room for it; return the fastest tier that holds it."""
+    def _is_wanted(self, piece: Piece) -> bool:
+        """Say whether a piece can still be published: it is not there yet, and what it hangs on is."""
+        block = piece.block
+        if piece.kind == SIDE:
+            return block.linked and SIDE not in block.pieces
+        _, shared = block.parent.closest_child(block.tokens)
+        return shared < block.num_tokens and self._index.is_linked(block.parent)
+
+    def _promote(self, piece: Piece, port: BlockPort) -> MemoryTier:
+        """Copy a held block's piece to the faster tiers that have room for it; return the fastest tier that holds it."""
         for tier in self.tiers:
-            if tier.name in block.copies:
+            if tier.name in piece.copies:
                 return tier
             reserved: list[MemoryTier] = []
             with self._lock:
-                self._inventory.reserve(block.nbytes, [tier], reserved)
+                source = next(iter(piece.copies.values()))
+                if piece.block.linked:  # else it was cleared, and goes when its readers are done
+                    self._inventory.reserve(piece.nbytes, [tier], reserved)
             try:
                 if reserved:
-                    source = next(iter(block.copies.values()))
-                    copy = port.allocate(tier.memory, block.nbytes)
+                    copy = port.allocate(tier.memory, piece.nbytes)
                     port.copy(source, copy).wait()
                     with self._lock:
-                        if tier.name not in block.copies:  # another thread may have been faster
-                            self._inventory.place(block, {tier.name: copy})
+                        if tier.name not in piece.copies and piece.block.linked:  # neither overtaken nor cleared
+                            self._inventory.place(piece, {tier.name: copy})
                             reserved.clear()
-                    return tier
+                            return tier
             except MemoryError:
                 pass
             finally:
                 with self._lock:
                     for tier in reserved:
-                        tier.release(block.nbytes)
-        raise AssertionError("a held block rests in some tier")
+                        tier.release(piece.nbytes)
+        raise AssertionError("a held block's pieces rest in some tier")
 
 
 def _check_tiers(tiers: Sequence[MemoryTier]) -> tuple[MemoryTier, ...]:
@@ -298,7 +348,7 @@ def _check_tiers(tiers: Sequence[MemoryTier]) -> tuple[MemoryTier, ...]:
     for tier in tiers:
         if not isinstance(tier, MemoryTier):
             raise ConfigError(f'TierStack(*tiers) takes tiers, such as HostTier("8GiB"), not {type(tier).__name__}.')
-        if tier.owner is not None:
+        if tier.is_taken:
             raise ConfigError(f"{tier!r} already belongs to another TierStack. Give each stack tiers of its own.")
     names = [tier.name for tier in tiers]
     for name in names:

@@ -55,12 +55,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier: blocks and bytes it holds now, and how many blocks were evicted from it so far."""
+    """One tier: pieces of blocks and bytes it holds now, and how many pieces were evicted from it so far.
 
-    blocks: int
+    A block is one piece, or two where the model has sliding-window layers.
+    """
+
+    pieces: int
     used_bytes: int
     capacity_bytes: int
-    evicted_blocks: int
+    evicted_pieces: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +98,8 @@ class Stats:
         ]
         for name, tier in self.tiers.items():
             lines.append(
-                f"  {name}: {format_bytes(tier.used_bytes)} of {format_bytes(tier.capacity_bytes)} in {tier.blocks:,} "
-                f"blocks, {tier.evicted_blocks:,} evicted"
+                f"  {name}: {format_bytes(tier.used_bytes)} of {format_bytes(tier.capacity_bytes)} in {tier.pieces:,} "
+                f"pieces, {tier.evicted_pieces:,} evicted"
             )
         if self.miss_reasons:
             lines.append("  misses: " + ", ".join(f"{name} {count:,}" for name, count in self.miss_reasons.items()))

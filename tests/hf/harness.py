@@ -88,8 +88,8 @@ def check(
 def stored_bytes(stack: TierStack) -> dict[bytes, str]:
     """Return a digest of every stored block's bytes."""
     return {
-        key: hashlib.sha256(next(iter(block.copies.values())).cpu().numpy()).hexdigest()
-        for key, block in stack._index.blocks.items()
+        key: hashlib.sha256(next(iter(piece.copies.values())).cpu().numpy()).hexdigest()
+        for key, piece in stack._inventory.pieces.items()
     }
 
 
@@ -98,7 +98,19 @@ def assert_consistent(stack: TierStack) -> None:
     reachable = {block.key for root in stack._index.roots.values() for block in stack._index.descendants(root)}
     assert reachable == set(stack._index.blocks)
     assert all(block.holds == 0 for block in stack._index.blocks.values())
+    assert {key for block in stack._index.blocks.values() for key in pieces_of(block)} == set(stack._inventory.pieces)
+    assert all("main" in block.pieces for block in stack._index.blocks.values())
     for tier in stack.tiers:
-        buffers = [block.copies[tier.name] for block in stack._index.blocks.values() if tier.name in block.copies]
+        pieces = stack._inventory.pieces.values()
+        buffers = [piece.copies[tier.name] for piece in pieces if tier.name in piece.copies]
         assert tier.used_bytes == sum(buffer.untyped_storage().nbytes() for buffer in buffers) <= tier.capacity_bytes
-        assert tier.num_blocks == len(buffers)
+        assert tier.num_pieces == len(buffers) == len(list(tier.policy.victims()))
+
+
+def pieces_of(block: Any) -> list[bytes]:
+    return [piece.key for piece in block.pieces.values()]
+
+
+def block_nbytes(stack: TierStack) -> int:
+    """Return the size of the largest piece stored."""
+    return max(piece.nbytes for piece in stack._inventory.pieces.values())

@@ -37,6 +37,14 @@ _OWN: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16, "first_k_dense_replace": 1,
     },
     "Mistral": {"sliding_window": 24},
+    "Mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8, "num_key_value_heads": None},
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "Qwen3Next": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    },
+    "FalconH1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "head_dim": 8},
     "Gemma2": {"head_dim": 16, "sliding_window": 24},
 }  # fmt: skip
 

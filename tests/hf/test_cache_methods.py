@@ -227,10 +227,10 @@ def test_restore_on_a_used_cache(stack: TierStack) -> None:
 def test_restore_where_nothing_can_be_reused(stack: TierStack) -> None:
     for _ in range(2):
         cache = TieredCache(stack)
-        ids, start = greedy_by_hand(tiny("Mistral"), prompt(30), cache, steps=3)
+        ids, start = greedy_by_hand(tiny("Mamba2"), prompt(30), cache, steps=3)
         assert start == 0
         assert cache.usage.miss_reason is MissReason.UNSUPPORTED_LAYERS
-        assert ids.tolist() == run(tiny("Mistral"), prompt(30), new_tokens=3).sequences.tolist()
+        assert ids.tolist() == run(tiny("Mamba2"), prompt(30), new_tokens=3).sequences.tolist()
 
 
 def test_commit_refuses_what_does_not_fit(stack: TierStack) -> None:

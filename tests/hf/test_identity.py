@@ -219,10 +219,12 @@ def test_identity_is_the_same_in_another_process() -> None:
     import sys
     from pathlib import Path
 
-    code = "from tests.hf.models import tiny; from tiered_cache.hf.identity import identify; print(identify(tiny()).hex())"
+    code = (
+        "from tests.hf.models import tiny; from tiered_cache.hf.identity import identify; print(identify(tiny()).digest.hex())"
+    )
     root = Path(__file__).parents[2]
     found = {
         subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
         for _ in range(2)
     }
-    assert found == {identity.identify(fresh()).hex()}
+    assert found == {identity.identify(fresh()).digest.hex()}

@@ -73,7 +73,7 @@ def test_reprs(stack: TierStack) -> None:
     run(tiny(), prompt(30), past_key_values=cache)
     assert repr(stack.stats()).split("\n") == [
         "Stats: 2 requests, 29 of 60 prompt tokens reused (48%), 34 tokens stored, 0 blocks dropped",
-        "  host: 8.5 KiB of 244.1 MiB in 3 blocks, 0 evicted",
+        "  host: 8.5 KiB of 244.1 MiB in 3 pieces, 0 evicted",
         "  misses: not_stored 1",
     ]
     assert repr(cache.usage).startswith("Usage(prompt_tokens=30, cached_tokens=29 (29 resident), computed_tokens=1, ")

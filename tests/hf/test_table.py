@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.hf.harness import check, new_stack, run
+from tests.hf.harness import block_nbytes, check, new_stack, run
 from tests.hf.models import FULL_ATTENTION, prompt, tiny
 from tiered_cache import TieredCache, TierStack
 
@@ -98,7 +98,7 @@ def test_eviction_of_the_tail(name: str) -> None:
     """A budget of two and a half blocks: what is evicted is computed, what is left is reused."""
     roomy = new_stack()
     run(tiny(name), prompt(LENGTH), past_key_values=TieredCache(roomy))
-    block = max(block.nbytes for block in roomy._index.blocks.values())
+    block = block_nbytes(roomy)
     stack = new_stack(int(2.5 * block))
     check(tiny(name), prompt(LENGTH), stack, cached=0)
     check(tiny(name), prompt(LENGTH), stack, cached=32)

@@ -4,6 +4,7 @@ Simple and right: each block is one copy, and a copy is waited for before its bu
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -27,7 +28,10 @@ class StreamTransfer(Transfer):
         self._source = None
 
     def target(self) -> torch.Tensor:
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        stream = torch.accelerator.current_stream(self._device)
+        stream.wait_event(self._event)
+        if self._target.device == self._device:
+            self._target.record_stream(stream)  # its memory is not used again before what this stream does with it
         return self._target
 
 
@@ -37,7 +41,11 @@ class AcceleratorDevice(Device):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.Stream(device)
+        self._stream_lock = threading.Lock()  # entering a stream is not for two threads at once
         self._pins = True
+
+    def footprint(self, nbytes: int) -> int:
+        return 1 << (nbytes - 1).bit_length()  # torch rounds pinned memory up to a power of two
 
     def allocate(self, memory: str, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -71,12 +79,14 @@ class AcceleratorDevice(Device):
 
     def _copy(self, source: torch.Tensor, targets: list[torch.Tensor]) -> Transfer:
         # After all that is queued: the source's producer, and whoever used the targets' memory before.
-        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
-        with self._stream:
-            for target in targets:
-                if target is not source:
-                    target.copy_(source, non_blocking=True)
-            event = self._stream.record_event()
+        current = torch.accelerator.current_stream(self.device)
+        with self._stream_lock:
+            self._stream.wait_stream(current)
+            with self._stream:
+                for target in targets:
+                    if target is not source:
+                        target.copy_(source, non_blocking=True)
+                event = self._stream.record_event()
         for tensor in (source, *targets):
             if tensor.device == self.device:
                 tensor.record_stream(self._stream)

@@ -24,6 +24,10 @@ class Transfer(ABC):
 class Device(ABC):
     """Moves bytes between one torch device and host memory. Safe to use from several threads."""
 
+    def footprint(self, nbytes: int) -> int:
+        """Return how many bytes of memory a buffer of `nbytes` takes at most."""
+        return nbytes
+
     @abstractmethod
     def allocate(self, memory: str, nbytes: int) -> torch.Tensor:
         """Return a flat, uninitialised uint8 tensor `[nbytes]`, an allocation of its own, in "host" or "device" memory.

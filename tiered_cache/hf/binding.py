@@ -9,14 +9,16 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
-from tiered_cache.blocks import BlockLayout, SequencePort
+from tiered_cache.blocks import BlockLayout, SequenceLayout, SequencePort, Strip
 from tiered_cache.devices import device_for
 from tiered_cache.hf import compat, identity
 from tiered_cache.hf.columns import Columns
 from tiered_cache.hf.explain import Refusal
-from tiered_cache.hf.layers import GrowableLayer
+from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
+from tiered_cache.index import MAIN, SIDE
 from tiered_cache.stack import Match, TierStack
 from tiered_cache.usage import MissReason
 
@@ -36,29 +38,37 @@ class Binding:
         self._salt = salt
         self.layers = self.fresh_layers()
         self.identity: bytes | None = None
+        self._fingerprint: identity.Fingerprint | None = None
+        self._autocast = torch.is_autocast_enabled(model.device.type)
+        self._switch = sys.maxsize
         self.refusal = self._refuse(model)
         if self.refusal is None:
-            why = "the model's weights cannot be read here (offloaded, or of a quantised kind)"
+            why = "the model's weights cannot be read here (offloaded, or of a quantised kind), or change at every call"
             try:
-                self.identity = identity.identify(model)
+                self._switch = compat.rope_switch(model.config) or sys.maxsize
+                self._fingerprint = identity.identify(model)
             except Exception as error:  # noqa: BLE001  whatever a model is made of, generate() goes on without reuse
                 why = f"the model's weights could not be read ({error!r})"
-            if self.identity is None:
+            if self._fingerprint is None:
                 self.refusal = Refusal(MissReason.IDENTITY, why)
-        switch = compat.rope_switch(model.config)
-        self._switch = sys.maxsize if switch is None else switch
+            else:
+                self.identity = self._fingerprint.digest
 
     def room(self, columns: Columns) -> int:
         """Return up to which column K/V are those of a short request, where rotary frequencies depend on the length."""
         return self._switch + min(columns.pads) if self._switch < sys.maxsize else self._switch
 
-    def match(self, prompt: Columns) -> list[Match]:
-        """Find and hold what is stored of each row. The caller must `release` all of it."""
+    def match(self, prompt: Columns, by_hand: bool) -> list[Match]:
+        """Find and hold what is stored of each row. The caller must `release` all of it.
+
+        Args:
+            by_hand: the prompt is fed by a loop of the user's, and positions are as it says (see `_salt_of`).
+        """
         assert self.identity is not None
         matches: list[Match] = []
         try:
             for row in range(prompt.rows):
-                matches.append(self._stack.match(self.identity, self._salt, prompt.row(row)))
+                matches.append(self._stack.match(self.identity, self._salt_of(prompt, row, by_hand), prompt.row(row)))
         except BaseException:
             self.release(matches)
             raise
@@ -69,45 +79,94 @@ class Binding:
         for match in matches:
             self._stack.release(match)
 
+    def usable(self, prompt: Columns, matches: Sequence[Match], limit: int) -> int:
+        """Return how many columns, up to `limit`, every row can restore: the window before their end is stored too."""
+        columns = min([limit, *(pad + match.num_tokens for pad, match in zip(prompt.pads, matches, strict=True))])
+        while columns > min(prompt.pads):  # more than pads
+            reach = [
+                pad + match.usable(columns - pad) if columns > pad else columns
+                for pad, match in zip(prompt.pads, matches, strict=True)
+            ]
+            if min(reach) == columns:
+                return columns
+            columns = min(reach)
+        return 0
+
     def load(self, prompt: Columns, expand: int, matches: Sequence[Match], columns: int) -> dict[str, int]:
         """Copy the first `columns` columns of every row, `expand` times, to fresh layers; return tokens by tier."""
-        root = matches[0].root
-        assert root is not None and isinstance(root.layout, BlockLayout)
-        layout = root.layout
+        root = next(match.root for match in matches if match.root is not None)
+        assert isinstance(root.layout, SequenceLayout)
+        layout, window = root.layout, root.window
+        device = layout.main.device
         layers = self.fresh_layers()
-        for layer, keys, values in zip(layers, layout.pieces[::2], layout.pieces[1::2], strict=True):
-            layer.allocate(prompt.rows * expand, columns, keys, values, layout.device)
-        tensors = [(layer.keys, layer.values) for layer in layers]
+        batch = prompt.rows * expand
+        # Side pieces come whole, from their beginning: the block that a later commit makes of the last one needs that.
+        step = self._stack.block_tokens
+        first = [pad + max(columns - pad - window, 0) // step * step for pad in prompt.pads]
+        origin = min([max(columns - window, 0), *first])
+        for layer, keys, values in zip(full_layers(layers), layout.main.pieces[::2], layout.main.pieces[1::2], strict=True):
+            layer.allocate(batch, columns, keys, values, device)
+        for slid, keys, values in zip(side_layers(layers), layout.side.pieces[::2], layout.side.pieces[1::2], strict=True):
+            slid.allocate(batch, columns, origin, keys, values, device)
+            slid.valid_from = tuple(column for column in first for _ in range(expand))
+        strips = _strips(layers)
         served: dict[str, int] = {}
         for row, (pad, match) in enumerate(zip(prompt.pads, matches, strict=True)):
             rows = slice(row * expand, (row + 1) * expand)
-            for tensor in (tensor for pair in tensors if pad for tensor in pair):
-                tensor[rows, :, :pad] = 0  # masked, but what is masked must still be a number
+            # Pads are masked, and so is what lies before the window; but what is masked must still be a number.
+            for kind, start in ((MAIN, pad), (SIDE, first[row])):
+                for tensor in strips[kind].tensors if start > strips[kind].origin else ():
+                    tensor[rows, :, : start - strips[kind].origin] = 0
             if columns > pad:
-                port = SequencePort(layout, tensors, rows, pad, device_for(layout.device))
+                port = SequencePort(layout, strips, rows, pad, device_for(device))
                 for tier, tokens in self._stack.fetch(match, columns - pad, port).items():
                     served[tier] = served.get(tier, 0) + tokens
+        for slid in side_layers(layers):
+            slid.settle()
         self.layers = layers
         return served
 
-    def store(self, columns: Columns, rows: Sequence[int], stops: Sequence[int]) -> int:
+    def store(self, columns: Columns, rows: Sequence[int], stops: Sequence[int], by_hand: bool) -> int:
         """Store `rows` of the layers' K/V, each up to its column `stop`; return how many tokens are new."""
-        tensors = [(layer.keys, layer.values) for layer in self.layers]
-        layout = BlockLayout.of(tensors)
         # Weights or adapters may have changed during the call: then nobody knows which tokens saw which.
-        if layout is None or self.identity is None or identity.identify(self.model) != self.identity:
+        if self.identity is None or identity.identify(self.model) != self._fingerprint:
             return 0
+        strips, side = _strips(self.layers), side_layers(self.layers)
+        dtypes = {tensor.dtype for strip in strips.values() for tensor in strip.tensors}
+        if not self._autocast and dtypes != {self.model.dtype}:  # not as the fingerprint says: autocast in the loop only
+            return 0
+        layout = _layout(self.layers)
         created = 0
         for row, stop in zip(rows, stops, strict=True):
             tokens = columns.row(row, min(stop, self.room(columns)))
             if len(tokens):
-                port = SequencePort(layout, tensors, slice(row, row + 1), columns.pads[row], device_for(layout.device))
-                created += self._stack.commit(self.identity, self._salt, tokens, port)
+                port = SequencePort(
+                    layout,
+                    strips,
+                    slice(row, row + 1),
+                    columns.pads[row],
+                    device_for(layout.main.device),
+                    side_from=max([strips[SIDE].origin, *(slid.valid_from[row] for slid in side if slid.valid_from)]),
+                )
+                created += self._stack.commit(self.identity, self._salt_of(columns, row, by_hand), tokens, port)
+        for slid in side:  # stored, or never to be: the last window is what a later call may need
+            slid.drop_captured(columns.length - layout.window - self._stack.block_tokens)
         return created
+
+    def _salt_of(self, columns: Columns, row: int, by_hand: bool) -> bytes:
+        """Return the salt of a row. generate() counts positions from a row's first token; a user's loop may count pads too."""
+        pads = columns.pads[row]
+        return self._salt if not (by_hand and pads) else b"by hand, after %d pads: %b" % (pads, self._salt)
 
     def fresh_layers(self) -> list[Any]:
         """Return empty layers for the model."""
-        return compat.cache_layers(self.model.config)
+        return compat.cache_layers(self.model.config, self._stack.tiers[-1].capacity_bytes)
+
+    @property
+    def captured_nbytes(self) -> int:
+        """Bytes of K/V that left the windows of sliding layers and wait to be stored."""
+        side = side_layers(self.layers)
+        return len(side) * side[0].captured_nbytes if side else 0
 
     @property
     def model(self) -> PreTrainedModel:
@@ -116,12 +175,18 @@ class Binding:
         return model
 
     def _refuse(self, model: PreTrainedModel) -> Refusal | None:
-        kinds = sorted({type(layer).__name__ for layer in self.layers if not isinstance(layer, GrowableLayer)})
+        known = (GrowableLayer, CapturingSlidingLayer)
+        kinds = sorted({type(layer).__name__ for layer in self.layers if not isinstance(layer, known)})
         if identity.is_training(model):
             return Refusal(MissReason.DISABLED_CALL, "the model is in training mode (call model.eval())")
         if kinds or not self.layers:
             why = f"the model has layers without prefix reuse so far ({', '.join(kinds)})"
             return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
+        if model.config.model_type in compat.NOT_CONTINUING:
+            why = f"{model.config.model_type} in transformers cannot continue from a prefix"
+            return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
+        if compat.keeps_state(model):
+            return Refusal(MissReason.UNKNOWN_CONTENT, "the model keeps something of earlier requests on itself")
         if compat.has_virtual_tokens(model):
             return Refusal(MissReason.UNKNOWN_CONTENT, "PEFT puts learned virtual tokens in front of the prompt")
         if compat.is_bidirectional(model.config):
@@ -130,3 +195,36 @@ class Binding:
         if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
             return Refusal(MissReason.UNSUPPORTED_LAYERS, "the model is spread over several devices")
         return None
+
+
+def full_layers(layers: Sequence[Any]) -> list[GrowableLayer]:
+    """Return those of the layers that attend to everything."""
+    return [layer for layer in layers if isinstance(layer, GrowableLayer)]
+
+
+def side_layers(layers: Sequence[Any]) -> list[CapturingSlidingLayer]:
+    """Return those of the layers that attend to a window."""
+    return [layer for layer in layers if isinstance(layer, CapturingSlidingLayer)]
+
+
+def _strips(layers: Sequence[Any]) -> dict[str, Strip]:
+    """Return the K/V of all layers as the strips that pieces are read from and written to."""
+    main = _tensors(full_layers(layers))
+    side = side_layers(layers)
+    if not side or any(slid.captured is None for slid in side):
+        return {MAIN: Strip(main), SIDE: Strip((), origin=sys.maxsize)}
+    origin = max(slid.captured_from for slid in side)
+    captured = tuple(tensor[:, :, origin - slid.captured_from :] for slid in side for tensor in slid.captured or ())
+    return {MAIN: Strip(main), SIDE: Strip(captured, origin)}
+
+
+def _layout(layers: Sequence[Any]) -> SequenceLayout:
+    """Return the layout of live layers."""
+    main, side = _tensors(full_layers(layers)), _tensors(side_layers(layers))
+    device = (main or side)[0].device
+    window = max([slid.window for slid in side_layers(layers)], default=0)
+    return SequenceLayout(BlockLayout.of(main, device), BlockLayout.of(side, device), window)
+
+
+def _tensors(layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor for layer in layers for tensor in (layer.keys, layer.values))

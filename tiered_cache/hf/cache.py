@@ -20,12 +20,14 @@ from tiered_cache.hf import compat
 from tiered_cache.hf.binding import Binding
 from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.explain import Refusal, describe
-from tiered_cache.hf.layers import GrowableLayer
+from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
 from tiered_cache.interrupts import uninterrupted
 from tiered_cache.stack import TierStack, check_stack, default_stack
 from tiered_cache.usage import MissReason, Usage
 
 logger = logging.getLogger(__name__)
+
+CAPTURE_NBYTES = 256 << 20  # of K/V that left the windows of sliding layers; beyond, they are stored in mid-generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +44,13 @@ class Resident:
         lengths = [int(layer.get_seq_length()) for layer in self.layers if hasattr(layer, "get_seq_length")]
         return max(lengths, default=0)
 
-    def serves(self, prompt: Columns, identity: bytes) -> int:
-        """Return how many leading columns of `prompt` these layers hold, for the model `identity`."""
+    def serves(self, prompt: Columns, identity: bytes, limit: int) -> int:
+        """Return how many leading columns of `prompt`, up to `limit`, these layers hold, for the model `identity`."""
         if self.columns is None or self.binding is None or self.binding.identity != identity:
             return 0
-        if any(not isinstance(layer, GrowableLayer) for layer in self.layers):
-            return 0
         whole = min([int(layer.get_seq_length()) for layer in self.layers], default=0)
-        return min(self.columns.shared(prompt), whole)
+        columns = min(self.columns.shared(prompt), whole, limit)
+        return columns if all(layer.can_truncate(columns) for layer in self.layers) else 0
 
 
 class TieredCache(DynamicCache):
@@ -92,6 +93,7 @@ class TieredCache(DynamicCache):
         self._binding: Binding | None = None
         self._may_store = False
         self._by_hand = False  # filled through restore(), which needs no hooks
+        self._fed: Columns | None = None  # ... for this prompt
         self._refusal: Refusal | None = None
 
     # --- for loops written by hand ----------------------------------------------------------------------------------
@@ -99,7 +101,9 @@ class TieredCache(DynamicCache):
     def restore(self, model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
         """Bring the longest known prefix of `input_ids` `[B, T]` into this cache and return its length n < T in columns.
 
-        Then run the model on `input_ids[:, n:]` with this cache and the whole `attention_mask`, and `commit`.
+        Then run the model on `input_ids[:, n:]` with this cache and the whole `attention_mask`, and `commit`. Where rows are
+        left-padded, pass `position_ids` that count from each row's first token, as generate() does: else pads count too, and
+        what is stored is of use only to loops that do the same.
 
         Args:
             model: the model that will run; its device holds the K/V.
@@ -112,11 +116,12 @@ class TieredCache(DynamicCache):
             UnsupportedModelError: an encoder-decoder model.
         """
         self._check_free()
+        model = compat.inner_model(model)
         compat.check_decoder(model)
         prompt = Columns.of(input_ids, attention_mask)
         resident = self.take_out()
         refusal = self.bind(model)
-        self._by_hand = True
+        self._by_hand, self._fed = True, prompt
         columns = self.reuse(prompt, count_tokens(input_ids, attention_mask), 1, resident, refusal)
         self.stack.record(self.usage)
         return columns
@@ -143,7 +148,7 @@ class TieredCache(DynamicCache):
                 f"input_ids has {columns.length} columns, but this cache holds {length}. Pass all tokens that were fed, "
                 "restored ones included."
             )
-        if self.columns is not None and self.columns.shared(columns) < self.columns.length:
+        if self._fed is not None and self._fed.shared(columns) < min(self._fed.length, length):
             raise ConfigError("input_ids differ from the tokens this cache was restored for. Call restore() for a new prompt.")
         self.columns = columns.cut(length)
         self.store(range(columns.rows), [length] * columns.rows)
@@ -170,8 +175,12 @@ class TieredCache(DynamicCache):
         """Make fresh layers for `model`; return why nothing may be reused with it, or None."""
         self._binding = Binding(model, self.stack, self._salt)
         self.layers, self.columns = self._binding.layers, None
-        self._by_hand = False
+        self._by_hand, self._fed = False, None
         return self._binding.refusal
+
+    def fresh_layers(self) -> list[Any]:
+        """Return empty layers for the model this cache is bound to."""
+        return self._bound.fresh_layers()
 
     def reuse(
         self, prompt: Columns | None, prompt_tokens: int, expand: int, resident: Resident, refusal: Refusal | None
@@ -202,7 +211,8 @@ class TieredCache(DynamicCache):
                 refusal = Refusal(MissReason.TIER_ERROR, f"a tier failed ({error})")
             self.layers = self._bound.layers
         cached = sum(served.values())
-        reason = refusal.reason if refusal is not None else None
+        every_row_one = prompt is not None and prompt_tokens - cached == prompt.rows
+        reason = refusal.reason if refusal is not None and not every_row_one else None
         self.note(Usage(prompt_tokens, cached, 0, served, time.perf_counter() - started, reason), refusal)
         self.columns = prompt.cut(columns).repeat(expand) if prompt is not None and columns else None
         return columns
@@ -219,7 +229,7 @@ class TieredCache(DynamicCache):
         if self.columns is None or not self._may_store:
             return
         try:
-            self.usage.created_tokens += self._bound.store(self.columns, rows, stops)
+            self.usage.created_tokens += self._bound.store(self.columns, rows, stops, self._by_hand)
         except Exception as error:  # noqa: BLE001
             _warn("Storing failed, this call's K/V are not kept", error)
 
@@ -228,11 +238,12 @@ class TieredCache(DynamicCache):
 
         What is beyond may be incomplete after an exception.
         """
-        if all(isinstance(layer, GrowableLayer) for layer in self.layers):
+        known = (GrowableLayer, CapturingSlidingLayer)
+        if all(isinstance(layer, known) and layer.can_truncate(length) for layer in self.layers):
             for layer in self.layers:
                 layer.truncate(length)
             return length
-        self.layers = self._bound.fresh_layers()
+        self.layers = self._bound.layers = self._bound.fresh_layers()
         return 0
 
     # --- as DynamicCache --------------------------------------------------------------------------------------------
@@ -246,6 +257,8 @@ class TieredCache(DynamicCache):
                 "tiered_cache.uninstall() took the hooks off generate(), so this TieredCache cannot tell which prompt it "
                 "serves. Make a new TieredCache (that installs them again), or pass a DynamicCache."
             )
+        if layer_idx == 0 and self.session is not None:
+            self.session.before_forward(self._bound.captured_nbytes > CAPTURE_NBYTES)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
@@ -308,18 +321,19 @@ class TieredCache(DynamicCache):
         binding = self._bound
         assert binding.identity is not None
         limit = prompt.length - 1  # one token is left to compute: its logits are wanted
-        kept = min(resident.serves(prompt.repeat(expand), binding.identity), limit)
-        matches = binding.match(prompt)
+        kept = resident.serves(prompt.repeat(expand), binding.identity, limit)
+        matches = binding.match(prompt, self._by_hand)
         try:
             reach = [pad + match.num_tokens for pad, match in zip(prompt.pads, matches, strict=True)]
-            stored = min([*reach, limit])
+            stored = binding.usable(prompt, matches, limit)
             columns, served = 0, dict[str, int]()
             if kept and kept >= stored:
                 columns, served = kept, {"resident": sum(max(0, kept - pad) for pad in prompt.pads)}
                 binding.layers = resident.layers
                 for layer in resident.layers:
                     layer.truncate(kept)
-            elif stored > min(prompt.pads):  # more than pads
+            elif stored:
+                resident.layers.clear()  # not needed any more: frees their memory before more is taken
                 columns, served = stored, binding.load(prompt, expand, matches, stored)
         finally:
             binding.release(matches)
@@ -328,6 +342,9 @@ class TieredCache(DynamicCache):
         if any(match.num_tokens > max(0, columns - pad) for pad, match in zip(prompt.pads, matches, strict=True)):
             why = "one row of the batch shares less with what is stored than others do"
             return columns, served, Refusal(MissReason.ROW_LIMIT, why)
+        if min(reach) > columns:
+            why = "more of this prompt is stored, but not all that its sliding-window layers need before that point"
+            return columns, served, Refusal(MissReason.NOT_STORED, why)
         return columns, served, Refusal(MissReason.NOT_STORED, "no more of this prompt is stored")
 
 

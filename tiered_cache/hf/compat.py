@@ -10,11 +10,11 @@ import torch
 import transformers
 from packaging.version import Version  # a dependency of transformers
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 
 from tiered_cache.errors import UnsupportedModelError
-from tiered_cache.hf.layers import GrowableLayer
+from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
 
 VERSION = Version(transformers.__version__)
 
@@ -26,6 +26,13 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")  # what our hooks accept everywhe
 
 # A chunked prefill on a cache that holds something: before this release the whole prompt is fed again.
 CHUNKED_PREFILL_CONTINUES = Version("5.24") <= VERSION
+
+# Model code that is itself wrong, or fails, when it continues from a prefix (seen at some of the supported releases).
+NOT_CONTINUING = frozenset(
+    {"big_bird", "deepseek_v32", "glm_moe_dsa", "megatron-bert", "prophetnet", "rembert", "roformer", "xlm", "xlm-prophetnet"}
+)
+# Models that count positions from the attention mask by themselves. Others get them from generate(), if at all.
+POSITIONS_FROM_MASK = frozenset({"bloom", "opt"})
 
 REUSING_MODES = frozenset(
     {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE}
@@ -57,10 +64,21 @@ def check_decoder(model: PreTrainedModel) -> None:
         )
 
 
-def cache_layers(config: PreTrainedConfig) -> list[Any]:
-    """Return fresh layers for a model of `config`: ours where it has full attention, transformers' own elsewhere."""
-    layers = DynamicCache(config=text_config(config)).layers
-    return [GrowableLayer() if type(layer) is DynamicLayer else layer for layer in layers]
+def cache_layers(config: PreTrainedConfig, max_captured_nbytes: int) -> list[Any]:
+    """Return fresh layers for a model of `config`: ours where a prefix can be reused, transformers' own elsewhere.
+
+    Args:
+        max_captured_nbytes: what all sliding-window layers together may hold until it is stored.
+    """
+    layers: list[Any] = DynamicCache(config=text_config(config)).layers
+    sliding = [type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > 1 for layer in layers]
+    share = max_captured_nbytes // max(sum(sliding), 1)
+    return [
+        GrowableLayer() if type(layer) is DynamicLayer
+        else CapturingSlidingLayer(layer.sliding_window, share) if slides
+        else layer
+        for layer, slides in zip(layers, sliding, strict=True)
+    ]  # fmt: skip
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -84,9 +102,20 @@ def uses_cache_by_default(model: PreTrainedModel) -> bool:
     """Say whether generate() would give this model a DynamicCache when the user passes none."""
     cls: Any = type(model)
     return bool(
-        cls._supports_default_dynamic_cache()
+        CACHE_ARGUMENT in inspect.signature(model.forward).parameters
+        and cls._supports_default_dynamic_cache()
         and cls._prepare_cache_for_generation is GenerationMixin._prepare_cache_for_generation
     )
+
+
+def inner_model(model: Any) -> Any:
+    """Return the model that generate() runs on: the one inside where PEFT wraps it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def keeps_state(model: PreTrainedModel) -> bool:
+    """Say whether a model keeps something of an earlier request on itself (the Qwen-VL family's position offsets)."""
+    return any("rope_deltas" in vars(module) for module in model.modules())
 
 
 def rope_switch(config: PreTrainedConfig) -> int | None:

@@ -1,6 +1,8 @@
 """The words in which a cache says what it did."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Self
 
 from tiered_cache.usage import MissReason, Usage
 
@@ -12,6 +14,16 @@ class Refusal:
     reason: MissReason
     why: str
     stores: bool = False
+
+    @classmethod
+    def first(cls, refusals: Iterable[Self]) -> Self | None:
+        """Return the one to report of several, the first in the order of reasons; it stores only if all would."""
+        found = list(refusals)
+        if not found:
+            return None
+        order = list(MissReason)
+        chosen = min(found, key=lambda refusal: order.index(refusal.reason))
+        return replace(chosen, stores=all(refusal.stores for refusal in found))
 
 
 def describe(usage: Usage, refusal: Refusal | None) -> str:

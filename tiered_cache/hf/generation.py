@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from tiered_cache.errors import ConfigError
@@ -99,7 +100,7 @@ def _hook_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
             return cache.session.prefill(original, input_ids, generation_config, model_kwargs, *args, **kwargs)
         # generate() was fetched before the hooks were installed: the prefill is all there is to see.
         session = Session(self, cache)
-        session.open(0)
+        session.open(0, only_new_tokens=False)
         try:
             outputs = session.prefill(original, input_ids, generation_config, model_kwargs, *args, **kwargs)
         finally:
@@ -116,7 +117,7 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, args: tuple[
     cache = next(filter(_is_tiered, given), None)
     automatic = cache is None
     if automatic and not given and _may_insert(model, args, kwargs):
-        cache = TieredCache(_automatic["stack"] if _open_stack(_automatic["stack"]) else default_stack())
+        cache = _inserted()
     if cache is None:
         return original(model, *args, **kwargs)
     if any(other is not cache for other in given):
@@ -129,7 +130,13 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, args: tuple[
     refusal = Refusal(MissReason.DISABLED_CALL, "custom_generate does its own decoding") if custom is not None else None
     assistant = compat.generate_argument(args, kwargs, "assistant_model")
     session = Session(model, cache, automatic=automatic, refusal=refusal, assistant=assistant)
-    session.open(_count_prompt(args, kwargs))
+    try:
+        session.open(*_count_prompt(args, kwargs))
+    except Exception:
+        if not automatic:
+            raise
+        kwargs.pop(compat.CACHE_ARGUMENT)
+        return original(model, *args, **kwargs)
     try:
         try:
             result = original(model, *args, **kwargs)
@@ -160,18 +167,26 @@ def _may_insert(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     )
 
 
-def _open_stack(stack: TierStack | None) -> bool:
-    return stack is not None and not stack.closed
+def _inserted() -> TieredCache:
+    """Return a new cache on the stack that enable() was given, or on the default one if that was closed."""
+    stack = _automatic.get("stack")
+    return TieredCache(stack if stack is not None and not stack.closed else default_stack())
 
 
-def _count_prompt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the tokens a call passes, as far as that can be seen before it runs."""
-    embeds = kwargs.get("inputs_embeds")
-    if embeds is not None:
-        return int(embeds.shape[:2].numel())
+def _count_prompt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bool]:
+    """Return the tokens a call passes, and whether its mask has more columns, as far as that can be seen before it runs."""
+    embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
+    if isinstance(embeds, torch.Tensor):
+        return int(embeds.shape[:2].numel()), False
     ids = compat.generate_argument(args, kwargs, "inputs")
     ids = kwargs.get("input_ids") if ids is None else ids
-    return count_tokens(ids, kwargs.get("attention_mask")) if ids is not None else 1  # the BOS token
+    if ids is None:
+        return 1, False  # the BOS token
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        return 0, False
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return count_tokens(ids, None), False
+    return count_tokens(ids, mask), mask.shape[1] != ids.shape[1]
 
 
 def _is_nested() -> bool:

@@ -5,17 +5,21 @@ Refuses to own keys (they take the fingerprint as opaque bytes) and which calls 
 """
 
 import hashlib
+import inspect
+import io
 import itertools
 import json
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
 import xxhash
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # Of the config: names, bookkeeping and what only selects outputs.
 _IGNORED_CONFIG = frozenset(
@@ -23,20 +27,43 @@ _IGNORED_CONFIG = frozenset(
      "output_hidden_states", "return_dict", "pretraining_tp", "torchscript", "dtype"}
 )  # fmt: skip
 _SAMPLES = 16  # elements of each tensor looked at in every call
+_SETTINGS = (int, float, bool, str)  # plain attributes of modules that may change what they compute
+_VOLATILE = frozenset({"training", "max_seq_len_cached", "_is_hf_initialized"})
 _ADAPTER_STATE = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")  # of PEFT's tuner layers
 
 
+Facts = tuple[object, ...]  # about one tensor
+
+_PATIENCE = 3  # calls in a row whose weights changed (a training loop), before nothing is looked for until they hold still
 _lock = threading.Lock()
-_weights: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[object, ...], bytes]]" = weakref.WeakKeyDictionary()
+_memories: "weakref.WeakKeyDictionary[PreTrainedModel, _Memory]" = weakref.WeakKeyDictionary()
 _serials: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 _next_serial = itertools.count()
 
 
-def identify(model: PreTrainedModel) -> bytes | None:
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Of a live model: `digest` of all that K/V depend on, and what was looked at to know that weights did not change."""
+
+    digest: bytes
+    glance: tuple[Facts, ...]
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Of one model: what was seen last, the digest of each tensor as it was, and how many calls in a row saw a change."""
+
+    glance: tuple[Facts, ...] = ()
+    digests: dict[Facts, bytes] = field(default_factory=dict)
+    changes: int = 0
+
+
+def identify(model: PreTrainedModel) -> Fingerprint | None:
     """Return the fingerprint of `model` as it is now, or None if it has none (weights elsewhere, or of unknown kind).
 
     The first call reads all weights; later calls look at version counters and a sample of each tensor (a few
-    milliseconds), and read all again if any of them changed. Safe to call from several threads.
+    milliseconds), and read those again that changed. A model that changes at every call has none until it holds still.
+    Safe to call from several threads.
     """
     modules = dict(model.named_modules())
     tensors = _weight_tensors(modules)
@@ -44,19 +71,25 @@ def identify(model: PreTrainedModel) -> bytes | None:
         return None
     seen = _glance(tensors)
     with _lock:
-        known = _weights.get(model)
-        if known is None or known[0] != seen:
-            known = (seen, _checksum(tensors))
-            _weights[model] = known
-    digest = hashlib.sha256(known[1])
+        memory = _memories.setdefault(model, _Memory())
+        memory.changes = 0 if memory.glance in ((), seen) else memory.changes + 1
+        memory.glance = seen
+        if memory.changes > _PATIENCE:
+            return None
+        for key in memory.digests.keys() - set(seen):
+            del memory.digests[key]
+        for facts, (name, tensor) in zip(seen, tensors.items(), strict=True):
+            if facts not in memory.digests:
+                memory.digests[facts] = _checksum(name, tensor)
+        digest = hashlib.sha256(b"".join(sorted(memory.digests[facts] for facts in seen)))
     digest.update(_surroundings(model, modules).encode())
-    return digest.digest()
+    return Fingerprint(digest.digest(), seen)
 
 
 def forget(model: PreTrainedModel) -> None:
     """Drop what is remembered of `model`: the next identify() reads all its weights."""
     with _lock:
-        _weights.pop(model, None)
+        _memories.pop(model, None)
 
 
 def is_training(model: PreTrainedModel) -> bool:
@@ -65,16 +98,20 @@ def is_training(model: PreTrainedModel) -> bool:
 
 
 def _weight_tensors(modules: dict[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return all parameters and persistent buffers by name."""
+    """Return all parameters and buffers by name, but for rotary frequencies that follow the length of the request."""
     tensors: dict[str, torch.Tensor] = {}
     for prefix, module in modules.items():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 tensors[f"{prefix}.{name}"] = parameter
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+            if buffer is not None and not (name.endswith("inv_freq") and _follows_length(module)):
                 tensors[f"{prefix}.{name}"] = buffer
     return tensors
+
+
+def _follows_length(module: torch.nn.Module) -> bool:
+    return any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope"))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -82,29 +119,30 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.nn.Parameter, torch.Tensor) and not tensor.is_meta and not tensor.is_sparse
 
 
-def _glance(tensors: dict[str, torch.Tensor]) -> tuple[object, ...]:
+def _glance(tensors: dict[str, torch.Tensor]) -> tuple[Facts, ...]:
     """Return what is looked at in every call: where each tensor is, how often it was written, and some of its values."""
-    facts: list[object] = []
     samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     with torch.no_grad():
-        for name, tensor in tensors.items():
-            version = None if tensor.is_inference() else tensor._version
-            facts.append((name, tensor.data_ptr(), version, tensor.shape, tensor.dtype))
+        for tensor in tensors.values():
             flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
             step = -(-flat.numel() // _SAMPLES) or 1
             samples.setdefault((tensor.dtype, tensor.device), []).append(flat[::step])
-        for group in samples.values():
-            facts.append(_bytes_of(torch.cat(group).cpu()).tobytes())
+        # All of a device's in one copy.
+        streams = {group: io.BytesIO(_bytes_of(torch.cat(parts).cpu()).tobytes()) for group, parts in samples.items()}
+    facts = []
+    for name, tensor in tensors.items():
+        count = -(-tensor.numel() // (-(-tensor.numel() // _SAMPLES) or 1))
+        sample = streams[tensor.dtype, tensor.device].read(count * tensor.itemsize)
+        version = None if tensor.is_inference() else tensor._version
+        facts.append((name, tensor.data_ptr(), version, tensor.shape, tensor.dtype, sample))
     return tuple(facts)
 
 
-def _checksum(tensors: dict[str, torch.Tensor]) -> bytes:
-    """Return a digest of every byte of every tensor, with its name, dtype and shape."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|{tensor.device.type}|".encode())
-        data = tensor.detach().contiguous()
-        digest.update(xxhash.xxh3_128_digest(_bytes_of(data)) if data.device.type == "cpu" else _device_sum(data))
+def _checksum(name: str, tensor: torch.Tensor) -> bytes:
+    """Return a digest of every byte of a tensor, with its name, dtype and shape."""
+    digest = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|{tensor.device.type}|".encode())
+    data = tensor.detach().contiguous()
+    digest.update(xxhash.xxh3_128_digest(_bytes_of(data)) if data.device.type == "cpu" else _device_sum(data))
     return digest.digest()
 
 
@@ -116,7 +154,9 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 def _device_sum(tensor: torch.Tensor) -> bytes:
     """Return a checksum of all bytes made where they are: two sums modulo 2^64, each with weights of the position."""
     raw = tensor.reshape(-1).view(torch.uint8)
-    raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
+    if raw.numel() % 8:
+        raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))
+    raw = raw.view(torch.int64)
     sums = torch.zeros(2, dtype=torch.int64, device=raw.device)
     chunk = 1 << 24  # bounds the extra memory
     for start in range(0, raw.numel(), chunk):
@@ -132,38 +172,60 @@ def _device_sum(tensor: torch.Tensor) -> bytes:
 def _surroundings(model: PreTrainedModel, modules: dict[str, torch.nn.Module]) -> str:
     """Return all but the weights that K/V depend on: code, config, attention kernel, adapters, hooks, autocast."""
     config = model.config.to_dict()
-    device = next(model.parameters()).device.type
-    autocast = torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device))
+    device = next(model.parameters()).device
+    autocast = torch.is_autocast_enabled(device.type) and str(torch.get_autocast_dtype(device.type))
+    attention = getattr(model.config, "_attn_implementation", None)
     version = ".".join(transformers.__version__.split(".")[:2])
     facts = {
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "config": {key: value for key, value in config.items() if key not in _IGNORED_CONFIG},
-        "attention": getattr(model.config, "_attn_implementation", None),
+        "attention": attention,
         "experts": getattr(model.config, "_experts_implementation", None),
         "dtype": str(model.dtype),
+        "device": str(device),
         "autocast": autocast,
         "transformers": version,
-        "modules": list(_module_state(modules)),
+        "attention function": _function(ALL_ATTENTION_FUNCTIONS.get(attention)),
+        "code": sorted({_code(type(module)) for module in modules.values()}),
     }
-    return json.dumps(facts, sort_keys=True, default=str)
+    return json.dumps(facts, sort_keys=True, default=str) + repr(list(_module_state(modules)))
 
 
 def _module_state(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[object, ...]]:
-    """Yield what code outside of the weights changes a module's output: hooks, replaced forwards, adapter switches.
+    """Yield what besides weights changes a module's output: class, settings, hooks, replaced functions, adapter switches.
 
     Hooks and functions are known by a number of this process: what was computed under them is used only under them.
     """
     for name, module in modules.items():
-        prepares = module.__dict__.get("prepare_inputs_for_generation")
+        own = module.__dict__
+        settings = [item for item in own.items() if type(item[1]) in _SETTINGS and item[0] not in _VOLATILE]
+        replaced = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        if "forward" in own and "_hf_hook" not in own:  # accelerate only moves tensors
+            replaced.append(own["forward"])
+        prepares = own.get("prepare_inputs_for_generation")
         if prepares is not None and not hasattr(getattr(prepares, "__self__", None), "peft_config"):  # PEFT only hands on
-            yield (name, "inputs", _serial(prepares))
-        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        if "forward" in module.__dict__ and not hasattr(module, "_hf_hook"):  # accelerate only moves tensors
-            hooks.append(module.__dict__["forward"])
-        if hooks:
-            yield (name, "hooks", *map(_serial, hooks))
+            replaced.append(prepares)
+        adapters: tuple[object, ...] = ()
         if hasattr(type(module), "merged_adapters"):
-            yield (name, "adapters", *(_plain(getattr(module, attribute, None)) for attribute in _ADAPTER_STATE))
+            adapters = tuple(_plain(getattr(module, attribute, None)) for attribute in _ADAPTER_STATE)
+        yield (name, type(module).__qualname__, settings, [_serial(function) for function in replaced], adapters)
+
+
+def _code(cls: Any) -> str:
+    """Return what a module class computes, as far as its code says: its forward, and the functions that calls by name."""
+    forward = inspect.unwrap(cls.forward)
+    called = [forward.__globals__.get(name) for name in forward.__code__.co_names] if hasattr(forward, "__code__") else []
+    functions = [cls.forward, forward, *(value for value in called if inspect.isfunction(value))]
+    return f"{cls.__module__}.{cls.__qualname__}: {' '.join(map(_function, functions))}"
+
+
+def _function(function: Any) -> str:
+    """Return a function's name and a digest of its code: the same in every process, another if somebody replaced it."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return repr(type(function).__qualname__)
+    name = f"{function.__module__}.{function.__qualname__}"
+    return f"{name}-{xxhash.xxh3_64_hexdigest(code.co_code + repr(code.co_names).encode())}"
 
 
 def _serial(function: Any) -> int:

@@ -23,10 +23,11 @@ def warm(model: PreTrainedModel, input_ids: torch.Tensor, *, stack: TierStack | 
     Raises:
         ConfigError, ClosedError: an argument is wrong.
     """
-    cache = TieredCache(stack)
+    cache, inner = TieredCache(stack), compat.inner_model(model)
+    options = {"logits_to_keep": 1} if inner._supports_logits_to_keep() else {}
     with torch.no_grad():
         start = cache.restore(model, input_ids)
-        model(input_ids[:, start:].to(model.device), **{compat.CACHE_ARGUMENT: cache}, use_cache=True)
+        inner(input_ids[:, start:].to(inner.device), **{compat.CACHE_ARGUMENT: cache}, use_cache=True, **options)
         cache.commit(input_ids)
     return cache.usage
 
@@ -38,7 +39,8 @@ def forget(model: PreTrainedModel, *, stack: TierStack | None = None) -> None:
         ConfigError, ClosedError: `stack` is not an open TierStack.
     """
     stack = default_stack() if stack is None else check_stack(stack, "forget(stack=...)")
-    fingerprint = identity.identify(model)
+    inner = compat.inner_model(model)
+    fingerprint = identity.identify(inner)
     if fingerprint is not None:
-        stack.forget(fingerprint)
-    identity.forget(model)
+        stack.forget(fingerprint.digest)
+    identity.forget(inner)

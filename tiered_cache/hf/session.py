@@ -5,6 +5,7 @@ Owns the checks that keep stock generate() from answering from a wrong prefix. R
 """
 
 import enum
+import functools
 import logging
 import sys
 import threading
@@ -18,6 +19,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from tiered_cache.errors import CacheInUseError, ConfigError
 from tiered_cache.hf import compat
+from tiered_cache.hf.binding import side_layers
 from tiered_cache.hf.cache import Resident, TieredCache
 from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.explain import Refusal
@@ -65,6 +67,8 @@ class Session:
         self._frame: FrameType | None = None
         self._stage = Stage.OPENED
         self._in_prefill = False
+        self._only_new_tokens = False  # the mask says that the cache is to hold what comes before
+        self._plain = False  # the tokens returned are those that were fed
         self._prompt: Columns | None = None  # the rows as passed, suffix-only calls completed
         self._passed = np.empty((0, 0), np.int64)  # the ids generate() works on, rows expanded
         self._expand = 1
@@ -72,8 +76,14 @@ class Session:
         self._padding: int | None = None  # what follows a row that ended early
         self._padding_ends = False  # ... which is also what ends a row
 
-    def open(self, prompt_tokens: int) -> None:
-        """Take the cache, for as long as the caller runs. Raises CacheInUseError or UnsupportedModelError."""
+    def open(self, prompt_tokens: int, only_new_tokens: bool) -> None:
+        """Take the cache, for as long as the caller runs. Raises CacheInUseError or UnsupportedModelError.
+
+        Args:
+            prompt_tokens: tokens passed, as far as it is known.
+            only_new_tokens: the mask has more columns than that.
+        """
+        self._only_new_tokens = only_new_tokens
         cache = self._cache
         with _opening:
             if cache.session is not None and cache.session.is_alive():
@@ -89,16 +99,16 @@ class Session:
             compat.check_decoder(self._model)
             self._resident = cache.take_out()
             self._refusal = self._refusal or _overrides(self._model)
-            bound = cache.bind(self._model)
-            self._refusal = self._refusal or bound
+            self._bound_refusal = cache.bind(self._model)
         except BaseException:
             if hasattr(self, "_resident"):
                 cache.put_back(self._resident)
-            cache.session = None
+            cache.session = self._frame = None
             raise
         # Stands unless _prefill is reached.
         why = Refusal(MissReason.DISABLED_CALL, "this way of decoding does not continue from a cache")
-        cache.note(Usage(prompt_tokens, miss_reason=why.reason), self._refusal or why)
+        refusals = [refusal for refusal in (self._refusal, self._bound_refusal, why) if refusal is not None]
+        cache.note(Usage(prompt_tokens, miss_reason=why.reason), Refusal.first(refusals))
 
     def close(self) -> None:
         """Give the cache back to its user."""
@@ -128,75 +138,143 @@ class Session:
         **kwargs: Any,
     ) -> Any:
         """Run generate()'s `_prefill` on a cache that holds the prompt's longest known prefix. generate() slices by itself."""
-        if self._in_prefill:  # a second hook around this one, or a decoding method of the hub
-            return original(self._model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        call = functools.partial(original, self._model)
+        if self._in_prefill:  # a second hook around this one
+            return call(input_ids, generation_config, model_kwargs, *args, **kwargs)
         self._in_prefill = True
+        try:
+            return self._prefill(call, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            self._in_prefill = False
+
+    def _prefill(
+        self,
+        call: Callable[..., Any],
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        cache = self._cache
+        if self._stage is not Stage.OPENED:  # a decoding method that generates more than once: from scratch each time
+            self._plain, self._prompt, cache.columns = False, None, None
+            if _covered(input_ids, generation_config, model_kwargs) == input_ids.shape[1]:
+                cache.layers = cache.fresh_layers()
+            return call(input_ids, generation_config, model_kwargs, *args, **kwargs)
         if generation_config.use_cache is False or model_kwargs.get("use_cache") is False:
             if not self._automatic:
                 raise ConfigError(
-                    "use_cache=False together with a TieredCache: generate() would compute everything at every step and "
-                    "append to the cache as well. Drop use_cache=False, or the cache."
+                    "use_cache=False, from the call or from the model's generation_config, together with a TieredCache: "
+                    "generate() would compute everything at every step and append to the cache as well. Pass use_cache=True, "
+                    "or leave the cache out."
                 )
             model_kwargs.pop(compat.CACHE_ARGUMENT, None)
-            return original(self._model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            return call(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
         self._expand = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         self._note_padding(generation_config)
-        input_ids, prompt_tokens, refusal = self._read_prompt(input_ids, generation_config, model_kwargs)
-        self._cache.reuse(self._prompt, prompt_tokens, self._expand, self._resident, refusal)
+        passed_tokens = cache.usage.prompt_tokens
+        try:
+            whole_ids, prompt_tokens, refusal = self._read_prompt(input_ids, generation_config, model_kwargs)
+        except Exception:
+            if not self._automatic:
+                raise
+            self._prompt = None
+            refusal = Refusal(MissReason.UNKNOWN_CONTENT, "the prompt is not of a form that can be reused")
+            whole_ids, prompt_tokens = input_ids, passed_tokens
+        cache.reuse(self._prompt, prompt_tokens, self._expand, self._resident, refusal)
         self._resident = Resident([], None, None)  # frees what was not reused
         self._stage = Stage.RESTORED
-        outputs = original(self._model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        outputs = call(whole_ids, generation_config, model_kwargs, *args, **kwargs)
+        if self._prompt is not None and _uniform_length(cache) != self._prompt.length:
+            self._prompt = None  # another cache took over, or something was put in front of the prompt
         self._stage = Stage.PREFILLED
+        for slid in side_layers(cache.layers) if self._beams else ():
+            slid.stop_capturing()
         return outputs
+
+    def before_forward(self, much_captured: bool) -> None:
+        """Called when a forward begins. `much_captured`: sliding layers hold much that left their window."""
+        if self._stage is Stage.OPENED and self._only_new_tokens:
+            raise self._needs_all_tokens()
+        if much_captured:
+            self.store_captured()
+
+    def store_captured(self) -> None:
+        """Store what is complete of the prompt, before a forward begins: sliding layers hold much that left their window."""
+        cache, length = self._cache, _uniform_length(self._cache)
+        if self._stage is Stage.OPENED or self._prompt is None or not length:
+            return
+        known = cache.columns
+        self._keep_prompt(self._prompt.cut(length))
+        cache.columns = known
 
     def _read_prompt(
         self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, int, Refusal | None]:
-        """Find out what the columns will hold: (ids of all columns, tokens in the rows as passed, why not to reuse)."""
+        """Find out what the columns will hold: (ids of all columns, tokens in the rows as passed, why not to reuse).
+
+        Raises:
+            ConfigError: only the new tokens were passed, and what comes before them is not known.
+        """
         mode = generation_config.get_generation_mode(self._assistant)
         self._beams = mode in compat.BEAM_MODES
         self._passed = input_ids.cpu().numpy()
-        refusal = self._refusal or _refuse_call(input_ids, generation_config, model_kwargs, mode)
-        if self._automatic and _covered(input_ids, generation_config, model_kwargs) != input_ids.shape[1]:
-            refusal = Refusal(MissReason.UNKNOWN_CONTENT, "attention_mask and input_ids differ in length")
-        if refusal is not None and refusal.reason is MissReason.UNKNOWN_CONTENT:
-            return input_ids, self._cache.usage.prompt_tokens, refusal
-        input_ids = self._whole_prompt(input_ids, generation_config, model_kwargs)
+        self._plain = mode in compat.REUSING_MODES and self._refusal is None
+        refusals = [refusal for refusal in (self._refusal, self._bound_refusal) if refusal is not None]
+        refusals += _refuse_call(input_ids, generation_config, model_kwargs, mode)
+        new_only = model_kwargs.get("inputs_embeds") is None and (
+            _covered(input_ids, generation_config, model_kwargs) != input_ids.shape[1]
+        )
+        if new_only and self._automatic:
+            refusals.append(Refusal(MissReason.UNKNOWN_CONTENT, "attention_mask and input_ids differ in length"))
+        unknown = any(refusal.reason is MissReason.UNKNOWN_CONTENT for refusal in refusals)
+        if unknown:
+            if new_only and not self._automatic:
+                raise self._needs_all_tokens()
+            return input_ids, self._cache.usage.prompt_tokens, Refusal.first(refusals)
+        if new_only:
+            input_ids = self._completed(input_ids, generation_config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
         rows = slice(None, None, self._expand)
         row_mask = None if mask is None else mask[rows]
         self._prompt = Columns.of(input_ids[rows], row_mask)
-        if self._prompt is not None and not _plain_positions(self._prompt, model_kwargs.get("position_ids")):
+        if self._prompt is not None and not _plain_positions(self._model, self._prompt, model_kwargs.get("position_ids")):
             self._prompt = None
-            refusal = refusal or Refusal(MissReason.UNKNOWN_CONTENT, "position_ids are not those of the tokens' places")
+            refusals.append(Refusal(MissReason.UNKNOWN_CONTENT, "positions are not those of the tokens' places in their rows"))
         if not self._automatic:
             _check_length(self._model, self._prompt)
-        return input_ids, count_tokens(input_ids[rows], row_mask), refusal
+        return input_ids, count_tokens(input_ids[rows], row_mask), Refusal.first(refusals)
 
-    def _whole_prompt(
+    def _completed(
         self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Return the ids of all columns: where only the new tokens were passed, those the cache held come first.
-
-        Raises:
-            ConfigError: the mask covers neither the ids passed nor those and what the cache held.
-        """
+        """Return the ids of all columns, where only the new tokens were passed: those the cache held come first."""
         passed = input_ids.shape[1]
-        covered = _covered(input_ids, generation_config, model_kwargs)
-        if covered == passed:
-            return input_ids
         held = self._resident.columns
-        complete = held is not None and held.length == self._resident.length == covered - passed
-        if held is not None and complete and held.rows * self._expand == len(input_ids):
-            earlier = torch.from_numpy(held.repeat(self._expand).ids).to(input_ids)
-            return torch.cat([earlier, input_ids], dim=1)
-        known = "no tokens it knows" if held is None or held.length != self._resident.length else f"{held.length} known tokens"
-        raise ConfigError(
-            f"attention_mask has {covered} columns for {passed} input_ids, and the cache holds {known} in "
-            f"{self._resident.columns.rows if self._resident.columns else 0} rows. Pass the whole conversation as "
-            "input_ids with a mask of the same length (what is known of it is not computed again), or only the new tokens "
-            "with a mask that covers the known ones too."
+        earlier = _covered(input_ids, generation_config, model_kwargs) - passed
+        if held is None or not held.length == self._resident.length == earlier or held.rows * self._expand != len(input_ids):
+            raise self._needs_all_tokens()
+        held = held.repeat(self._expand)
+        positions = model_kwargs.get("position_ids")
+        if positions is not None and positions.ndim == 2 and positions.shape[1] == passed:
+            pads = torch.tensor(held.pads, device=positions.device)[: len(positions), None]
+            whole = (torch.arange(earlier + passed, device=positions.device)[None] - pads).clamp(min=0)
+            if not torch.equal(whole[:, -passed:], positions):
+                raise self._needs_all_tokens()
+            model_kwargs["position_ids"] = whole.to(positions.dtype)
+        return torch.cat([torch.from_numpy(held.ids).to(input_ids), input_ids], dim=1)
+
+    def _needs_all_tokens(self) -> ConfigError:
+        held = self._resident.columns
+        known = held is not None and held.length == self._resident.length
+        return ConfigError(
+            "attention_mask has another length than input_ids, so the cache would have to hold the tokens that are not passed; "
+            f"it holds {f'{held.length} in {held.rows} rows' if held is not None and known else 'none that it knows'}, and a "
+            "call of this kind may not be able to continue from them. Pass the whole conversation as input_ids with a mask of "
+            "the same length (what is known of it is not computed again), or only the new tokens with a mask that covers the "
+            "known ones too."
         )
 
     def _note_padding(self, generation_config: GenerationConfig) -> None:
@@ -211,11 +289,11 @@ class Session:
         cache = self._cache
         try:
             cache.columns = None
-            if self._stage is not Stage.PREFILLED or self._prompt is None:
+            if self._stage is not Stage.PREFILLED or self._prompt is None or not self._plain:
                 return
             prompt = self._prompt.repeat(self._expand)
             if self._beams:  # beams change rows as they go; their prompts stay the same
-                self._keep_prompt(prompt)
+                self._keep_prompt(self._prompt)
                 return
             sequences = getattr(result, "sequences", result)
             ids = sequences.cpu().numpy()
@@ -235,8 +313,8 @@ class Session:
         cache = self._cache
         known, cache.columns = cache.columns, None  # until all layers are known to hold it, should this be interrupted too
         if self._stage is Stage.PREFILLED and self._prompt is not None:
-            cache.truncate(self._prompt.length)
-            self._keep_prompt(self._prompt.repeat(self._expand))
+            self._keep_prompt(self._prompt)
+            cache.columns = cache.columns if cache.truncate(self._prompt.length) else None
         elif self._stage is Stage.OPENED and _uniform_length(cache) == 0:  # nothing happened yet
             cache.put_back(self._resident)
         else:
@@ -245,12 +323,12 @@ class Session:
 
     def _keep_prompt(self, prompt: Columns) -> None:
         """Note and store the prompt's columns only, one row of each group of copies."""
-        length = _uniform_length(self._cache)
-        if length is None or length < prompt.length:
+        lengths = [layer.get_seq_length() for layer in self._cache.layers if hasattr(layer, "get_seq_length")]
+        if min(lengths, default=0) < prompt.length:
             self._cache.columns = None
             return
-        self._cache.columns = prompt
-        rows = range(0, prompt.rows, self._expand)
+        self._cache.columns = prompt.repeat(self._expand)
+        rows = range(0, prompt.rows * self._expand, self._expand)
         self._cache.store(rows, [prompt.length] * len(rows))
 
     def _end_of(self, row: np.ndarray) -> int:
@@ -272,37 +350,40 @@ def _overrides(model: PreTrainedModel) -> Refusal | None:
 
 def _refuse_call(
     input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: object
-) -> Refusal | None:
+) -> list[Refusal]:
     """Refuse what makes K/V depend on more than tokens and mask, and ways of decoding that need the prompt's own forward."""
-    passed = {name for name, value in model_kwargs.items() if value is not None and value is not False}
+    passed = {name for name, value in model_kwargs.items() if not _is_absent(value)}
+    refusals = []
+    if mode not in compat.REUSING_MODES:
+        refusals.append(Refusal(MissReason.DISABLED_CALL, "this way of decoding does not continue from a cache"))
+    if generation_config.prefill_chunk_size is not None and not compat.CHUNKED_PREFILL_CONTINUES:
+        why = "prefill_chunk_size needs transformers 5.24 or newer to continue from a cache"
+        refusals.append(Refusal(MissReason.DISABLED_CALL, why, stores=True))
+    if passed & set(compat.OUTPUT_ARGUMENTS) or generation_config.output_attentions or generation_config.output_hidden_states:
+        why = "attentions or hidden states of the whole prompt were asked for"
+        refusals.append(Refusal(MissReason.OUTPUTS_REQUESTED, why, stores=True))
     others = sorted(passed - compat.PLAIN_MODEL_ARGUMENTS - set(compat.OUTPUT_ARGUMENTS))
     if others:
-        return Refusal(MissReason.UNKNOWN_CONTENT, f"the call passes {', '.join(others)}, which token ids do not tell")
+        refusals.append(
+            Refusal(MissReason.UNKNOWN_CONTENT, f"the call passes {', '.join(others)}, which token ids do not tell")
+        )
     if input_ids.ndim != 2 or generation_config.token_healing:
-        return Refusal(MissReason.UNKNOWN_CONTENT, "the prompt is not plain rows of token ids")
-    if mode not in compat.REUSING_MODES:
-        return Refusal(MissReason.DISABLED_CALL, "this way of decoding does not continue from a cache")
-    if passed & set(compat.OUTPUT_ARGUMENTS) or generation_config.output_attentions or generation_config.output_hidden_states:
-        return Refusal(
-            MissReason.OUTPUTS_REQUESTED, "attentions or hidden states of the whole prompt were asked for", stores=True
-        )
-    if generation_config.prefill_chunk_size is not None and not compat.CHUNKED_PREFILL_CONTINUES:
-        return Refusal(
-            MissReason.DISABLED_CALL,
-            "prefill_chunk_size needs transformers 5.24 or newer to continue from a cache",
-            stores=True,
-        )
-    return None
+        refusals.append(Refusal(MissReason.UNKNOWN_CONTENT, "the prompt is not plain rows of token ids"))
+    return refusals
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, dict | list | tuple) and not value)
 
 
 def _covered(input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
     return compat.mask_length(generation_config, model_kwargs, int(input_ids.shape[1]))
 
 
-def _plain_positions(prompt: Columns, position_ids: torch.Tensor | None) -> bool:
+def _plain_positions(model: PreTrainedModel, prompt: Columns, position_ids: torch.Tensor | None) -> bool:
     """Say whether positions count each row's tokens from 0, as generate() numbers them when it is given none."""
-    if position_ids is None:
-        return True
+    if position_ids is None:  # generate() makes none where forward() names none: then pads may count
+        return not any(prompt.pads) or model.config.model_type in compat.POSITIONS_FROM_MASK
     if position_ids.ndim != 2 or position_ids.shape[1] != prompt.length:
         return False
     pads = np.array(prompt.pads)[:, None]

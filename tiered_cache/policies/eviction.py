@@ -11,6 +11,9 @@ class EvictionPolicy(Protocol):
     def touch(self, key: bytes) -> None:
         """Note that `key` was stored or used. A chain is touched from its tail to its root."""
 
+    def chill(self, key: bytes) -> None:
+        """Note that a known `key` is the least worth keeping."""
+
     def remove(self, key: bytes) -> None:
         """Forget `key`."""
 
@@ -32,6 +35,9 @@ class LRU:
     def touch(self, key: bytes) -> None:
         self._order[key] = None
         self._order.move_to_end(key)
+
+    def chill(self, key: bytes) -> None:
+        self._order.move_to_end(key, last=False)
 
     def remove(self, key: bytes) -> None:
         self._order.pop(key, None)

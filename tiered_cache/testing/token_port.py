@@ -4,9 +4,11 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from tiered_cache.index import MAIN
 from tiered_cache.tiers.base import Transfer
 
 TOKEN_NBYTES = 8
+NOTHING = -(1 << 40)  # in memory that nobody wrote
 
 
 class Complete:
@@ -17,32 +19,49 @@ class Complete:
 
 
 class TokenPort:
-    """One sequence whose K/V are `tokens` `[T]`, as int64; what `load` brings in lands in `loaded` `[T]`."""
+    """One sequence whose K/V are `tokens` `[T]`, as int64, and minus them in side pieces, if there is a window.
+
+    What `load` brings in lands in `loaded` and `loaded_side` `[T]`.
+
+    Args:
+        tokens: token ids `[T]`.
+        window: of the layers that have one; 0 if none has.
+        side_from: the first token whose side K/V the layers still hold.
+    """
 
     layout: Hashable = "tokens"
 
-    def __init__(self, tokens: np.ndarray) -> None:
+    def __init__(self, tokens: np.ndarray, window: int = 0, side_from: int = 0) -> None:
         self.tokens = tokens.astype(np.int64)
-        self.loaded = np.full(len(tokens), -1, dtype=np.int64)
-        self.allocated_nbytes = 0
+        self.window = window
+        self.side_from = side_from
+        self.loaded = np.full(len(tokens), NOTHING, dtype=np.int64)
+        self.loaded_side = self.loaded.copy()
 
-    def nbytes(self, num_tokens: int) -> int:
+    def has_side(self, start: int) -> bool:
+        return start >= self.side_from
+
+    def nbytes(self, kind: str, num_tokens: int) -> int:
         return num_tokens * TOKEN_NBYTES
 
     def allocate(self, memory: str, nbytes: int) -> np.ndarray:
-        self.allocated_nbytes += nbytes
-        return np.full(nbytes // TOKEN_NBYTES, -2, dtype=np.int64)
+        return np.full(nbytes // TOKEN_NBYTES, NOTHING, dtype=np.int64)
 
-    def save(self, start: int, num_tokens: int, buffers: Sequence[np.ndarray]) -> Transfer:
+    def save(self, kind: str, start: int, num_tokens: int, buffers: Sequence[np.ndarray]) -> Transfer:
+        assert kind == MAIN or start >= self.side_from
         for buffer in buffers:
-            buffer[:] = self.tokens[start : start + num_tokens]
+            buffer[:] = self._sign(kind) * self.tokens[start : start + num_tokens]
         return Complete()
 
-    def load(self, start: int, num_tokens: int, buffer: np.ndarray, block_tokens: int) -> Transfer:
+    def load(self, kind: str, start: int, num_tokens: int, buffer: np.ndarray, block_tokens: int) -> Transfer:
         assert len(buffer) == block_tokens
-        self.loaded[start : start + num_tokens] = buffer[:num_tokens]
+        loaded = self.loaded if kind == MAIN else self.loaded_side
+        loaded[start : start + num_tokens] = self._sign(kind) * buffer[:num_tokens]
         return Complete()
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> Transfer:
         target[:] = source
         return Complete()
+
+    def _sign(self, kind: str) -> int:
+        return 1 if kind == MAIN else -1

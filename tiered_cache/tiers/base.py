@@ -25,23 +25,33 @@ class Transfer(Protocol):
 
 
 class BlockPort(Protocol):
-    """One sequence's K/V in the layers, as the stack sees it: the place blocks are read from and written to."""
+    """One sequence's K/V in the layers, as the stack sees it: the place blocks are read from and written to.
+
+    `kind` is that of a piece: "main", or "side" where `window` is not 0.
+    """
 
     @property
     def layout(self) -> Hashable:
         """How a block's bytes are laid out. Blocks go only to a port of the layout they came from."""
 
-    def nbytes(self, num_tokens: int) -> int:
-        """Return the size in bytes of a block of `num_tokens` tokens."""
+    @property
+    def window(self) -> int:
+        """Tokens before the end of a hit whose side pieces it takes; 0: there are no side pieces."""
+
+    def has_side(self, start: int) -> bool:
+        """Say whether the layers still hold the side piece's K/V from token `start` on."""
+
+    def nbytes(self, kind: str, num_tokens: int) -> int:
+        """Return the size in bytes of a piece of `num_tokens` tokens."""
 
     def allocate(self, memory: str, nbytes: int) -> Buffer:
         """Return a new buffer in "host" or "device" memory. Raises MemoryError."""
 
-    def save(self, start: int, num_tokens: int, buffers: Sequence[Buffer]) -> Transfer:
+    def save(self, kind: str, start: int, num_tokens: int, buffers: Sequence[Buffer]) -> Transfer:
         """Start to copy tokens `start : start + num_tokens` from the layers to every one of `buffers`."""
 
-    def load(self, start: int, num_tokens: int, buffer: Buffer, block_tokens: int) -> Transfer:
-        """Start to copy the first `num_tokens` of the block of `block_tokens` tokens in `buffer` to the layers at `start`."""
+    def load(self, kind: str, start: int, num_tokens: int, buffer: Buffer, block_tokens: int) -> Transfer:
+        """Start to copy the first `num_tokens` of a piece of `block_tokens` tokens in `buffer` to the layers at `start`."""
 
     def copy(self, source: Buffer, target: Buffer) -> Transfer:
         """Start to copy a whole buffer to one of the same size in another memory."""
@@ -60,10 +70,10 @@ class MemoryTier:
     def __init__(self, capacity: int | str) -> None:
         self.capacity_bytes = parse_capacity(capacity, f"{type(self).__name__}(capacity=...)")
         self.used_bytes = 0
-        self.num_blocks = 0
-        self.evicted_blocks = 0
+        self.num_pieces = 0
+        self.evicted_pieces = 0
         self.policy: EvictionPolicy = LRU()
-        self.owner: object | None = None  # the stack it belongs to
+        self.is_taken = False  # by a stack
 
     def fits(self, nbytes: int) -> bool:
         """Say whether `nbytes` more stay within the budget."""

@@ -10,10 +10,10 @@ from tiered_cache.usage import format_bytes
 
 DEFAULT_SHARE = 0.25  # of the memory that is available when the default stack is made
 
-_LIMITS = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 class HostTier(MemoryTier):
@@ -57,9 +57,9 @@ def available_memory() -> int:
 
 
 def _container_limits() -> list[tuple[int, int]]:
-    """Return (limit, used) in bytes from cgroup v2 and v1, as a container sees its own at the mount's top."""
+    """Return (limit, used) in bytes of the control groups this process is in, from its own up (v2 and v1)."""
     limits = []
-    for folder, limit_file, used_file, reclaimable in _LIMITS:
+    for folder, (limit_file, used_file, reclaimable) in _control_groups():
         try:
             limit = int((folder / limit_file).read_text())
             used = int((folder / used_file).read_text())
@@ -69,3 +69,18 @@ def _container_limits() -> list[tuple[int, int]]:
         # Cached file pages (a model's weights, just read) count as used, but are given back on demand.
         limits.append((limit, used - int(stat.get(reclaimable, 0))))
     return limits
+
+
+def _control_groups() -> list[tuple[Path, tuple[str, str, str]]]:
+    """Return the folders that may limit this process's memory. A container sees its own group as the top one."""
+    folders = [(_CGROUPS, _V2), (_CGROUPS / "memory", _V1)]
+    try:
+        lines = [line.split(":", 2) for line in _OWN_CGROUP.read_text().splitlines()]
+    except OSError:
+        return folders
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        if controllers in ("", "memory"):
+            top, files = (_CGROUPS, _V2) if not controllers else (_CGROUPS / "memory", _V1)
+            own = top / path.strip("/")
+            folders += [(folder, files) for folder in (own, *own.parents) if folder != top and folder.is_relative_to(top)]
+    return folders
