@@ -24,6 +24,7 @@ _SIZES: dict[str, Any] = {
 _OWN: dict[str, dict[str, Any]] = {
     "Phi": {"num_key_value_heads": 4},
     "StableLm": {"num_key_value_heads": 4},
+    "OpenAIGPT": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "GPTNeoX": {"num_key_value_heads": None},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "n_inner": 48},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},
@@ -46,12 +47,26 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "FalconH1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "head_dim": 8},
     "Gemma2": {"head_dim": 16, "sliding_window": 24},
+    "Gemma3Text": {"head_dim": 16, "sliding_window": 24, "sliding_window_pattern": 2},
+    "Cohere2": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    "Olmo3": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    "GptOss": {
+        "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "Llama4Text": {
+        "head_dim": 16, "attention_chunk_size": 24, "num_local_experts": 2, "intermediate_size_mlp": 48,
+        "no_rope_layers": [1, 0],
+    },
 }  # fmt: skip
 
 FULL_ATTENTION = (
     "Llama", "Qwen2", "Qwen3", "GPT2", "GPTNeoX", "Phi", "Phi3", "Olmo2", "Granite", "OPT", "Bloom", "StableLm",
     "Starcoder2", "Mixtral", "DeepseekV3",
 )  # fmt: skip
+
+
+SLIDING = ("Mistral", "Gemma2", "Gemma3Text", "Cohere2", "Olmo3", "GptOss", "Llama4Text")  # windows or chunks of 24 tokens
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 import tiered_cache
 from tests.hf.harness import assert_same, check, forwarded, new_stack, run
 from tests.hf.models import fresh, prompt, tiny
-from tiered_cache import MissReason, TieredCache, TieredCacheError, disable, enable, uninstall
+from tiered_cache import MissReason, TieredCache, TieredCacheError, disable, enable, forget, uninstall, warm
 from tiered_cache.hf import generation
 
 ROOT = Path(__file__).parents[2]
@@ -425,6 +425,13 @@ def test_enable_leaves_a_mask_that_does_not_fit_to_stock() -> None:
         disable()
 
 
+def test_enable_steps_aside_where_forward_takes_no_cache() -> None:
+    model = fresh("OpenAIGPT")
+    cold = run(model, prompt(20)).sequences.tolist()
+    enable(new_stack())
+    assert run(model, prompt(20)).sequences.tolist() == cold
+
+
 def test_enable_goes_on_when_its_stack_is_closed() -> None:
     stack = new_stack()
     enable(stack)
@@ -449,6 +456,18 @@ def test_peft_wrapped_model() -> None:
         check(model, prompt(30), stack, cached=0)
         check(model, prompt(30), stack, cached=29)
     check(model, prompt(30), stack, cached=29)
+
+
+def test_warm_and_forget_a_peft_model() -> None:
+    """generate() runs on the model inside; so do they."""
+    peft = pytest.importorskip("peft")
+    stack = new_stack()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(fresh(), config).eval()
+    warm(model, prompt(30), stack=stack)
+    check(model, prompt(30), stack, cached=29)
+    forget(model, stack=stack)
+    check(model, prompt(30), stack, cached=0)
 
 
 @pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig"])

@@ -5,6 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.hf.harness import check, new_stack, run
 from tests.hf.models import fresh, prompt, tiny
@@ -47,6 +51,13 @@ def replace_forward(model: Any) -> None:
     model.model.layers[0].mlp.forward = lambda x: inner(x) * 1.1
 
 
+class GatedLess(LlamaMLP):
+    """An MLP of the same weights that computes something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)))
+
+
 def replace_preparation(model: Any) -> None:
     prepare = model.prepare_inputs_for_generation
     model.prepare_inputs_for_generation = lambda *args, **kwargs: prepare(*args, **kwargs)
@@ -66,6 +77,14 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a forward": replace_forward,
     "how inputs are prepared": replace_preparation,
     "rope": scale_rope,
+    "a buffer that is not saved": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
+    "dtype and back": lambda model: model.to(torch.bfloat16).to(torch.float32),
+    "another class": lambda model: setattr(model.model.layers[0].mlp, "__class__", GatedLess),
+    "another module of the same shape": lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.ReLU().eval()),
+    "a plain attribute": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.1),
+    "an epsilon": lambda model: setattr(model.model.norm, "variance_epsilon", 1e-2),
+    "all weights": lambda model: model.apply(lambda module: [p.data.mul_(1.01) for p in module.parameters(recurse=False)]),
+    "config": lambda model: setattr(model.config, "hidden_act", "relu"),
     "dtype": lambda model: model.to(torch.float64),
     "attention": lambda model: model.set_attn_implementation("eager"),
 }
@@ -115,6 +134,79 @@ def test_a_change_in_the_middle_of_a_call_is_not_stored(stack: TierStack) -> Non
     cache = TieredCache(stack)
     run(model, prompt(30), past_key_values=cache, prefix_allowed_tokens_fn=edit)
     assert cache.usage.created_tokens == 0
+
+
+@pytest.mark.parametrize("what", ["a method of a class", "a function it calls", "a registered attention function"])
+def test_code_replaced_for_all_models(stack: TierStack, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As kernel packages do."""
+    model = fresh()
+    if what == "a registered attention function":
+        AttentionInterface.register("mine", sdpa_attention_forward)
+        model.set_attn_implementation("mine")
+    check(model, prompt(30), stack, cached=0)
+    check(model, prompt(30), stack, cached=29)
+    with monkeypatch.context() as patch:
+        if what == "a method of a class":
+            patch.setattr(LlamaMLP, "forward", GatedLess.forward)
+        elif what == "a function it calls":
+            rotate = modeling_llama.apply_rotary_pos_emb
+            patch.setattr(
+                modeling_llama, "apply_rotary_pos_emb", lambda q, k, *rest, **more: (q, rotate(q, k, *rest, **more)[1])
+            )
+        else:
+
+            def scaled(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+                return sdpa_attention_forward(module, query * 0.5, *args, **kwargs)
+
+            AttentionInterface.register("mine", scaled)
+        check(model, prompt(30), stack, cached=0)
+    if what == "a registered attention function":
+        AttentionInterface.register("mine", sdpa_attention_forward)
+    check(model, prompt(30), stack, cached=29)
+
+
+def test_weights_changed_and_changed_back_within_a_call(stack: TierStack) -> None:
+    model = fresh()
+    before = weight(model).detach().clone()
+    steps = iter((1.5, 1.0, 1.0, 1.0, 1.0))
+
+    def edit(batch: int, ids: torch.Tensor) -> list[int]:
+        with torch.no_grad():
+            weight(model).copy_(before * next(steps))
+        return list(range(3, 128))
+
+    cache = TieredCache(stack)
+    run(model, prompt(30), past_key_values=cache, prefix_allowed_tokens_fn=edit)
+    assert cache.usage.created_tokens == 0
+
+
+def test_a_training_loop_pauses_reuse_until_the_weights_hold_still(stack: TierStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = fresh(), []
+    checksum = identity._checksum
+    monkeypatch.setattr(identity, "_checksum", lambda name, tensor: read.append(name) or checksum(name, tensor))
+    reasons = []
+    for _ in range(8):
+        edit_one_element(model)
+        cache = TieredCache(stack)
+        run(model, prompt(30), past_key_values=cache)
+        reasons.append(cache.usage.miss_reason)
+    assert reasons[:3] == [MissReason.NOT_STORED] * 3
+    assert reasons[-3:] == [MissReason.IDENTITY] * 3
+    before = len(read)
+    check(model, prompt(30), stack, cached=0)  # holds still
+    assert len(read) == before + 1  # only the tensor that had changed
+    check(model, prompt(30), stack, cached=29)
+
+
+def test_autocast_around_the_forward_only(stack: TierStack) -> None:
+    """A loop by hand whose K/V are of another dtype than its model says: not stored, since nobody could use them."""
+    cache, ids = TieredCache(stack), prompt(30)
+    with torch.no_grad():
+        cache.restore(tiny(), ids)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            tiny()(ids, past_key_values=cache)
+        cache.commit(ids)
+    check(tiny(), ids, stack, cached=0)
 
 
 def test_salt_and_namespace_and_stack(stack: TierStack) -> None:

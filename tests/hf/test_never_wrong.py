@@ -102,6 +102,85 @@ def test_only_the_new_tokens_with_a_wrong_mask(stack: TierStack, columns: int) -
     check(tiny(), ids, stack, cached=34, cache=cache, passed=new, attention_mask=torch.ones_like(ids))
 
 
+SUFFIX_OPTIONS: dict[str, dict[str, Any]] = {
+    "prompt lookup": {"prompt_lookup_num_tokens": 2, "eos_token_id": 127},
+    "assistant": {"assistant_model": "draft"},
+    "token types": {"token_type_ids": torch.zeros(1, 7, dtype=torch.long)},
+    "shifted positions": {"position_ids": torch.arange(40, 47)[None]},
+}
+
+
+@pytest.mark.parametrize("case", list(SUFFIX_OPTIONS))
+def test_only_the_new_tokens_where_they_cannot_be_continued(case: str) -> None:
+    """The cache is emptied for such calls, so what is not passed would be lost: an error, and the cache as it was."""
+    options = dict(SUFFIX_OPTIONS[case])
+    if "assistant_model" in options:
+        options["assistant_model"] = tiny("GPT2", seed=1)
+    model, stack = tiny("GPT2"), new_stack()
+    cache = TieredCache(stack)
+    out = run(model, prompt(30), past_key_values=cache)
+    new = torch.cat([out.sequences[:, 34:], prompt(6, seed=1)], dim=1)
+    mask = torch.ones(1, 41, dtype=torch.long)
+    with pytest.raises(ConfigError, match="whole conversation"):
+        model.generate(new, attention_mask=mask, past_key_values=cache, max_new_tokens=5, **options)
+    ids = torch.cat([out.sequences[:, :34], new], dim=1)
+    check(model, ids, stack, cached=34)
+    check(model, ids, stack, cached=40, cache=cache)
+
+
+def test_only_the_new_tokens_and_their_positions(stack: TierStack) -> None:
+    cache = TieredCache(stack)
+    out = run(tiny(), prompt(30), past_key_values=cache)
+    new = torch.cat([out.sequences[:, 34:], prompt(6, seed=1)], dim=1)
+    ids = torch.cat([out.sequences[:, :34], new], dim=1)
+    options = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(34, 41)[None]}
+    got = tiny().generate(new, past_key_values=cache, max_new_tokens=5, do_sample=False, **options)
+    assert got[:, 7:].tolist() == run(tiny(), ids).sequences[:, 41:].tolist()
+
+
+def test_a_custom_method_that_returns_other_tokens_than_it_fed(stack: TierStack) -> None:
+    """What a decoding method of one's own returns says nothing about what the cache holds."""
+
+    def decode(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> torch.Tensor:
+        model._prefill(input_ids, generation_config, kwargs)
+        for token in (7, 8, 9):
+            model(torch.tensor([[token]]), past_key_values=cache)
+        return torch.cat([input_ids, torch.tensor([[17, 18, 19, 20]])], dim=1)
+
+    cache = TieredCache(stack)
+    out = tiny().generate(prompt(30), custom_generate=decode, past_key_values=cache, max_new_tokens=4)
+    ids = torch.cat([out, prompt(4, seed=1)], dim=1)
+    check(tiny(), ids, stack, cached=0, cache=cache)
+
+
+def test_a_custom_method_that_generates_twice(stack: TierStack) -> None:
+    """Each time from scratch: stock would continue from the first prompt."""
+    other = prompt(25, seed=1)
+    cold = run(tiny(), other).sequences
+
+    def decode(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> torch.Tensor:
+        model.generate(input_ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+        return model.generate(other, past_key_values=cache, max_new_tokens=5, do_sample=False)
+
+    cache = TieredCache(stack)
+    assert tiny().generate(prompt(30), custom_generate=decode, past_key_values=cache).tolist() == cold.tolist()
+    check(tiny(), other, stack, cached=0, cache=cache)
+
+
+def test_left_pads_where_forward_names_no_positions(stack: TierStack) -> None:
+    """generate() then makes none, and pads count as positions."""
+    model = fresh()
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    ids = prompt(20)
+    padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), ids], dim=1)
+    mask = (padded != 0).long()
+    for _ in range(2):
+        for given, given_mask in ((ids, torch.ones_like(ids)), (padded, mask)):
+            cold = run(model, given, attention_mask=given_mask)
+            assert_same(run(model, given, attention_mask=given_mask, past_key_values=TieredCache(stack)), cold)
+
+
 def test_a_mask_longer_than_the_prompt_on_an_empty_cache(stack: TierStack) -> None:
     with pytest.raises(ConfigError, match="attention_mask"):
         run(tiny(), prompt(5), past_key_values=TieredCache(stack), attention_mask=torch.ones(1, 9, dtype=torch.long))
@@ -346,7 +425,7 @@ def test_encoder_decoder(stack: TierStack, kind: str) -> None:
 
 
 @pytest.mark.skipif(Version("5.17") > compat.VERSION, reason="recurrent and hybrid layers are supported from 5.17 on")
-@pytest.mark.parametrize("name", ["Mamba2", "Lfm2", "Qwen3Next", "FalconH1"])
+@pytest.mark.parametrize("name", ["Lfm2", "Qwen3Next", "FalconH1"])
 def test_layers_without_reuse(stack: TierStack, name: str) -> None:
     """They work as with DynamicCache, fresh or kept, and explain() names them."""
     model, cache = tiny(name), TieredCache(stack)

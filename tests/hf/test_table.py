@@ -1,16 +1,16 @@
-"""Every full-attention architecture x every way a prompt meets what is stored. Run at each supported transformers."""
+"""Every attention architecture x every way a prompt meets what is stored. Run at each supported transformers."""
 
 import pytest
 import torch
 
 from tests.hf.harness import block_nbytes, check, new_stack, run
-from tests.hf.models import FULL_ATTENTION, prompt, tiny
+from tests.hf.models import FULL_ATTENTION, SLIDING, prompt, tiny
 from tiered_cache import TieredCache, TierStack
 
 LENGTH = 53  # three blocks of 16 and a tail
 
 
-@pytest.fixture(params=FULL_ATTENTION)
+@pytest.fixture(params=FULL_ATTENTION + SLIDING)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -94,6 +94,7 @@ def test_other_weights_miss(name: str, stack: TierStack) -> None:
     check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1)
 
 
+@pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_eviction_of_the_tail(name: str) -> None:
     """A budget of two and a half blocks: what is evicted is computed, what is left is reused."""
     roomy = new_stack()

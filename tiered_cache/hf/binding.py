@@ -129,7 +129,7 @@ class Binding:
     def store(self, columns: Columns, rows: Sequence[int], stops: Sequence[int], by_hand: bool) -> int:
         """Store `rows` of the layers' K/V, each up to its column `stop`; return how many tokens are new."""
         # Weights or adapters may have changed during the call: then nobody knows which tokens saw which.
-        if self.identity is None or identity.identify(self.model) != self._fingerprint:
+        if self.identity is None or self._fingerprint is None or not identity.is_unchanged(self.model, self._fingerprint):
             return 0
         strips, side = _strips(self.layers), side_layers(self.layers)
         dtypes = {tensor.dtype for strip in strips.values() for tensor in strip.tensors}

@@ -41,8 +41,7 @@ class Resident:
     @property
     def length(self) -> int:
         """Columns in the layers, known or not."""
-        lengths = [int(layer.get_seq_length()) for layer in self.layers if hasattr(layer, "get_seq_length")]
-        return max(lengths, default=0)
+        return num_columns(self.layers)
 
     def serves(self, prompt: Columns, identity: bytes, limit: int) -> int:
         """Return how many leading columns of `prompt`, up to `limit`, these layers hold, for the model `identity`."""
@@ -140,7 +139,7 @@ class TieredCache(DynamicCache):
         self._check_free()
         if not self._by_hand:
             raise ConfigError("commit() needs restore(model, input_ids) before it: that says which model fed this cache.")
-        columns, length = Columns.of(input_ids, attention_mask), self.get_seq_length()
+        columns, length = Columns.of(input_ids, attention_mask), num_columns(self.layers)
         if columns is None:
             raise ConfigError("attention_mask must be left pads (0) followed by tokens (1) in every row to commit.")
         if columns.length < length:
@@ -295,7 +294,7 @@ class TieredCache(DynamicCache):
         return twin
 
     def __repr__(self) -> str:
-        length = Resident(self.layers, None, None).length
+        length = num_columns(self.layers)
         held = f"{length:,} tokens in {len(self.layers)} layers" if length else "empty"
         last = f"; last call reused {self.usage.cached_tokens:,} of {self.usage.prompt_tokens:,} prompt tokens"
         return f"{type(self).__name__}({held}{last if self.usage.prompt_tokens else ''})"
@@ -339,13 +338,19 @@ class TieredCache(DynamicCache):
             binding.release(matches)
         if columns == limit:
             return columns, served, None
-        if any(match.num_tokens > max(0, columns - pad) for pad, match in zip(prompt.pads, matches, strict=True)):
+        shortest = min(reach)
+        if any(match.num_tokens > max(0, shortest - pad) for pad, match in zip(prompt.pads, matches, strict=True)):
             why = "one row of the batch shares less with what is stored than others do"
             return columns, served, Refusal(MissReason.ROW_LIMIT, why)
-        if min(reach) > columns:
+        if shortest > max(columns, min(prompt.pads)):
             why = "more of this prompt is stored, but not all that its sliding-window layers need before that point"
             return columns, served, Refusal(MissReason.NOT_STORED, why)
         return columns, served, Refusal(MissReason.NOT_STORED, "no more of this prompt is stored")
+
+
+def num_columns(layers: Sequence[Any]) -> int:
+    """Return how many columns layers hold; 0 if none of them counts any."""
+    return max([int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")], default=0)
 
 
 def _warn(what: str, error: Exception) -> None:

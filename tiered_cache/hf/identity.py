@@ -47,6 +47,7 @@ class Fingerprint:
 
     digest: bytes
     glance: tuple[Facts, ...]
+    surroundings: str
 
 
 @dataclass(slots=True)
@@ -82,8 +83,15 @@ def identify(model: PreTrainedModel) -> Fingerprint | None:
             if facts not in memory.digests:
                 memory.digests[facts] = _checksum(name, tensor)
         digest = hashlib.sha256(b"".join(sorted(memory.digests[facts] for facts in seen)))
-    digest.update(_surroundings(model, modules).encode())
-    return Fingerprint(digest.digest(), seen)
+    surroundings = _surroundings(model, modules)
+    digest.update(surroundings.encode())
+    return Fingerprint(digest.digest(), seen, surroundings)
+
+
+def is_unchanged(model: PreTrainedModel, since: Fingerprint) -> bool:
+    """Say whether nothing was written or switched since a fingerprint was taken, not even there and back."""
+    modules = dict(model.named_modules())
+    return _glance(_weight_tensors(modules)) == since.glance and _surroundings(model, modules) == since.surroundings
 
 
 def forget(model: PreTrainedModel) -> None:
