@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from tiered_cache.errors import CacheInUseError, ConfigError
 from tiered_cache.hf import compat
 from tiered_cache.hf.binding import side_layers
 from tiered_cache.hf.cache import Resident, TieredCache
+from tiered_cache.hf.checks import check_length, covered_columns, has_plain_positions, refuse_call, refuse_class
 from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.explain import Refusal
 from tiered_cache.usage import MissReason, Usage
@@ -98,7 +99,7 @@ class Session:
         try:
             compat.check_decoder(self._model)
             self._resident = cache.take_out()
-            self._refusal = self._refusal or _overrides(self._model)
+            self._refusal = self._refusal or refuse_class(self._model)
             self._bound_refusal = cache.bind(self._model)
         except BaseException:
             if hasattr(self, "_resident"):
@@ -159,7 +160,7 @@ class Session:
         cache = self._cache
         if self._stage is not Stage.OPENED:  # a decoding method that generates more than once: from scratch each time
             self._plain, self._prompt, cache.columns = False, None, None
-            if _covered(input_ids, generation_config, model_kwargs) == input_ids.shape[1]:
+            if covered_columns(input_ids, generation_config, model_kwargs) == input_ids.shape[1]:
                 cache.layers = cache.fresh_layers()
             return call(input_ids, generation_config, model_kwargs, *args, **kwargs)
         if generation_config.use_cache is False or model_kwargs.get("use_cache") is False:
@@ -223,9 +224,9 @@ class Session:
         self._passed = input_ids.cpu().numpy()
         self._plain = mode in compat.REUSING_MODES and self._refusal is None
         refusals = [refusal for refusal in (self._refusal, self._bound_refusal) if refusal is not None]
-        refusals += _refuse_call(input_ids, generation_config, model_kwargs, mode)
+        refusals += refuse_call(input_ids, generation_config, model_kwargs, mode)
         new_only = model_kwargs.get("inputs_embeds") is None and (
-            _covered(input_ids, generation_config, model_kwargs) != input_ids.shape[1]
+            covered_columns(input_ids, generation_config, model_kwargs) != input_ids.shape[1]
         )
         if new_only and self._automatic:
             refusals.append(Refusal(MissReason.UNKNOWN_CONTENT, "attention_mask and input_ids differ in length"))
@@ -240,11 +241,11 @@ class Session:
         rows = slice(None, None, self._expand)
         row_mask = None if mask is None else mask[rows]
         self._prompt = Columns.of(input_ids[rows], row_mask)
-        if self._prompt is not None and not _plain_positions(self._model, self._prompt, model_kwargs.get("position_ids")):
+        if self._prompt is not None and not has_plain_positions(self._model, self._prompt, model_kwargs.get("position_ids")):
             self._prompt = None
             refusals.append(Refusal(MissReason.UNKNOWN_CONTENT, "positions are not those of the tokens' places in their rows"))
         if not self._automatic:
-            _check_length(self._model, self._prompt)
+            check_length(self._model, self._prompt)
         return input_ids, count_tokens(input_ids[rows], row_mask), Refusal.first(refusals)
 
     def _completed(
@@ -253,7 +254,7 @@ class Session:
         """Return the ids of all columns, where only the new tokens were passed: those the cache held come first."""
         passed = input_ids.shape[1]
         held = self._resident.columns
-        earlier = _covered(input_ids, generation_config, model_kwargs) - passed
+        earlier = covered_columns(input_ids, generation_config, model_kwargs) - passed
         if held is None or not held.length == self._resident.length == earlier or held.rows * self._expand != len(input_ids):
             raise self._needs_all_tokens()
         held = held.repeat(self._expand)
@@ -338,68 +339,6 @@ class Session:
         while end > self._prompt.length and row[end - 1] == self._padding:
             end -= 1
         return end + 1 if end < len(row) and self._padding_ends else end
-
-
-def _overrides(model: PreTrainedModel) -> Refusal | None:
-    """Refuse where a model class does by itself what the hooks would have to see."""
-    for name in ("generate", "_prefill"):
-        if getattr(type(model), name) is not getattr(GenerationMixin, name):
-            return Refusal(MissReason.DISABLED_CALL, f"{type(model).__name__} has a {name}() of its own")
-    return None
-
-
-def _refuse_call(
-    input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: object
-) -> list[Refusal]:
-    """Refuse what makes K/V depend on more than tokens and mask, and ways of decoding that need the prompt's own forward."""
-    passed = {name for name, value in model_kwargs.items() if not _is_absent(value)}
-    refusals = []
-    if mode not in compat.REUSING_MODES:
-        refusals.append(Refusal(MissReason.DISABLED_CALL, "this way of decoding does not continue from a cache"))
-    if generation_config.prefill_chunk_size is not None and not compat.CHUNKED_PREFILL_CONTINUES:
-        why = "prefill_chunk_size needs transformers 5.24 or newer to continue from a cache"
-        refusals.append(Refusal(MissReason.DISABLED_CALL, why, stores=True))
-    if passed & set(compat.OUTPUT_ARGUMENTS) or generation_config.output_attentions or generation_config.output_hidden_states:
-        why = "attentions or hidden states of the whole prompt were asked for"
-        refusals.append(Refusal(MissReason.OUTPUTS_REQUESTED, why, stores=True))
-    others = sorted(passed - compat.PLAIN_MODEL_ARGUMENTS - set(compat.OUTPUT_ARGUMENTS))
-    if others:
-        refusals.append(
-            Refusal(MissReason.UNKNOWN_CONTENT, f"the call passes {', '.join(others)}, which token ids do not tell")
-        )
-    if input_ids.ndim != 2 or generation_config.token_healing:
-        refusals.append(Refusal(MissReason.UNKNOWN_CONTENT, "the prompt is not plain rows of token ids"))
-    return refusals
-
-
-def _is_absent(value: Any) -> bool:
-    return value is None or value is False or (isinstance(value, dict | list | tuple) and not value)
-
-
-def _covered(input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
-    return compat.mask_length(generation_config, model_kwargs, int(input_ids.shape[1]))
-
-
-def _plain_positions(model: PreTrainedModel, prompt: Columns, position_ids: torch.Tensor | None) -> bool:
-    """Say whether positions count each row's tokens from 0, as generate() numbers them when it is given none."""
-    if position_ids is None:  # generate() makes none where forward() names none: then pads may count
-        return not any(prompt.pads) or model.config.model_type in compat.POSITIONS_FROM_MASK
-    if position_ids.ndim != 2 or position_ids.shape[1] != prompt.length:
-        return False
-    pads = np.array(prompt.pads)[:, None]
-    places = np.arange(prompt.length)[None, :] - pads
-    given = position_ids.cpu().numpy()
-    given = given[:: len(given) // prompt.rows] if len(given) > 1 else given
-    return bool(((given == places) | (places < 0)).all())
-
-
-def _check_length(model: PreTrainedModel, prompt: Columns | None) -> None:
-    limit = compat.learned_positions(model)
-    if limit is not None and prompt is not None and prompt.length - min(prompt.pads) > limit:
-        raise ConfigError(
-            f"input_ids has {prompt.length - min(prompt.pads)} tokens, but {type(model).__name__} has {limit} positions. "
-            "Shorten the prompt, or use a model with a longer context."
-        )
 
 
 def _uniform_length(cache: TieredCache) -> int | None:
