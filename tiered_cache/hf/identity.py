@@ -27,7 +27,7 @@ _IGNORED_CONFIG = frozenset(
      "output_hidden_states", "return_dict", "pretraining_tp", "torchscript", "dtype"}
 )  # fmt: skip
 _SAMPLES = 16  # elements of each tensor looked at in every call
-_SETTINGS = (int, float, bool, str)  # plain attributes of modules that may change what they compute
+_SETTINGS = frozenset({int, float, bool, str})  # plain attributes of modules that may change what they compute
 _VOLATILE = frozenset({"training", "max_seq_len_cached", "_is_hf_initialized"})
 _ADAPTER_STATE = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")  # of PEFT's tuner layers
 
@@ -47,14 +47,15 @@ class Fingerprint:
 
     digest: bytes
     glance: tuple[Facts, ...]
-    surroundings: str
+    state: str
 
 
 @dataclass(slots=True)
 class _Memory:
-    """Of one model: what was seen last, the digest of each tensor as it was, and how many calls in a row saw a change."""
+    """Of one model: what was seen last, digests of its weights as they were, and how many calls in a row saw a change."""
 
     glance: tuple[Facts, ...] = ()
+    weights: bytes = b""
     digests: dict[Facts, bytes] = field(default_factory=dict)
     changes: int = 0
 
@@ -73,25 +74,36 @@ def identify(model: PreTrainedModel) -> Fingerprint | None:
     seen = _glance(tensors)
     with _lock:
         memory = _memories.setdefault(model, _Memory())
-        memory.changes = 0 if memory.glance in ((), seen) else memory.changes + 1
-        memory.glance = seen
-        if memory.changes > _PATIENCE:
-            return None
-        for key in memory.digests.keys() - set(seen):
-            del memory.digests[key]
-        for facts, (name, tensor) in zip(seen, tensors.items(), strict=True):
-            if facts not in memory.digests:
-                memory.digests[facts] = _checksum(name, tensor)
-        digest = hashlib.sha256(b"".join(sorted(memory.digests[facts] for facts in seen)))
-    surroundings = _surroundings(model, modules)
-    digest.update(surroundings.encode())
-    return Fingerprint(digest.digest(), seen, surroundings)
+        if memory.glance != seen or not memory.weights:
+            memory.changes = memory.changes + 1 if memory.glance not in ((), seen) else 0
+            memory.glance, memory.weights = seen, b""
+            if memory.changes > _PATIENCE:
+                return None
+            read = memory.digests
+            memory.digests = {
+                facts: read[facts] if facts in read else _checksum(name, tensor)
+                for facts, (name, tensor) in zip(seen, tensors.items(), strict=True)
+            }
+            memory.weights = b"".join(sorted(memory.digests.values()))
+        else:
+            memory.changes = 0
+        digest = hashlib.sha256(memory.weights)
+    state = repr(list(_module_state(modules)))
+    digest.update((_surroundings(model, modules) + state).encode())
+    return Fingerprint(digest.digest(), seen, state)
 
 
 def is_unchanged(model: PreTrainedModel, since: Fingerprint) -> bool:
-    """Say whether nothing was written or switched since a fingerprint was taken, not even there and back."""
+    """Say whether nothing was written or switched since a fingerprint was taken, not even there and back.
+
+    Looks at less than `identify`, since it is for the length of one call: version counters and the modules' state.
+    """
     modules = dict(model.named_modules())
-    return _glance(_weight_tensors(modules)) == since.glance and _surroundings(model, modules) == since.surroundings
+    tensors = _weight_tensors(modules)
+    if any(tensor.is_inference() for tensor in tensors.values()):  # no version counters: look at samples
+        return _glance(tensors) == since.glance
+    written = [(name, tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()]
+    return written == [facts[:3] for facts in since.glance] and repr(list(_module_state(modules))) == since.state
 
 
 def forget(model: PreTrainedModel) -> None:
@@ -194,9 +206,9 @@ def _surroundings(model: PreTrainedModel, modules: dict[str, torch.nn.Module]) -
         "autocast": autocast,
         "transformers": version,
         "attention function": _function(ALL_ATTENTION_FUNCTIONS.get(attention)),
-        "code": sorted({_code(type(module)) for module in modules.values()}),
+        "code": sorted(_code(cls) for cls in {type(module) for module in modules.values()}),
     }
-    return json.dumps(facts, sort_keys=True, default=str) + repr(list(_module_state(modules)))
+    return json.dumps(facts, sort_keys=True, default=str)
 
 
 def _module_state(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[object, ...]]:
@@ -207,7 +219,7 @@ def _module_state(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[object,
     for name, module in modules.items():
         own = module.__dict__
         settings = [item for item in own.items() if type(item[1]) in _SETTINGS and item[0] not in _VOLATILE]
-        replaced = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        replaced = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
         if "forward" in own and "_hf_hook" not in own:  # accelerate only moves tensors
             replaced.append(own["forward"])
         prepares = own.get("prepare_inputs_for_generation")
@@ -216,13 +228,14 @@ def _module_state(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[object,
         adapters: tuple[object, ...] = ()
         if hasattr(type(module), "merged_adapters"):
             adapters = tuple(_plain(getattr(module, attribute, None)) for attribute in _ADAPTER_STATE)
-        yield (name, type(module).__qualname__, settings, [_serial(function) for function in replaced], adapters)
+        yield (name, type(module).__qualname__, settings, [_state_of(function) for function in replaced], adapters)
 
 
 def _code(cls: Any) -> str:
     """Return what a module class computes, as far as its code says: its forward, and the functions that calls by name."""
     forward = inspect.unwrap(cls.forward)
-    called = [forward.__globals__.get(name) for name in forward.__code__.co_names] if hasattr(forward, "__code__") else []
+    names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
+    called = [place for name in names for place in (forward.__globals__.get(name), inspect.getattr_static(cls, name, None))]
     functions = [cls.forward, forward, *(value for value in called if inspect.isfunction(value))]
     return f"{cls.__module__}.{cls.__qualname__}: {' '.join(map(_function, functions))}"
 
@@ -233,7 +246,14 @@ def _function(function: Any) -> str:
     if code is None:
         return repr(type(function).__qualname__)
     name = f"{function.__module__}.{function.__qualname__}"
-    return f"{name}-{xxhash.xxh3_64_hexdigest(code.co_code + repr(code.co_names).encode())}"
+    constants = [value for value in code.co_consts if type(value) in _SETTINGS]
+    return f"{name}-{xxhash.xxh3_64_hexdigest(code.co_code + repr((code.co_names, constants)).encode())}"
+
+
+def _state_of(function: Any) -> tuple[object, ...]:
+    """Return a hook's number, and its plain attributes where it is an object's (a strength that is turned up, say)."""
+    own = getattr(getattr(function, "__self__", function), "__dict__", {})
+    return _serial(function), [item for item in own.items() if type(item[1]) in _SETTINGS]
 
 
 def _serial(function: Any) -> int:
