@@ -123,6 +123,19 @@ def test_generate_through_a_device_with_copies_of_its_own(manual: ManualDevice) 
     assert manual.allocated["host"] > 0
 
 
+def test_rows_that_share_a_prefix_read_it_once(manual: ManualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, reads = new_stack(), []
+    fetch = ManualDevice.fetch
+    monkeypatch.setattr(ManualDevice, "fetch", lambda self, buffer: reads.append(buffer) or fetch(self, buffer))
+    check(tiny(), prompt(40), stack, cached=0)
+    ids = torch.cat([prompt(40).repeat(5, 1), prompt(6, seed=1, rows=5)], dim=1)
+    ids[:, 40] = torch.arange(3, 8)
+    ids[:2] = torch.cat([torch.zeros(2, 4, dtype=torch.long), ids[:2, :-4]], dim=1)  # two of them behind left pads
+    mask = (ids != 0).long()
+    check(tiny(), ids, stack, cached=40, attention_mask=mask)
+    assert len(reads) == 3
+
+
 def test_device_tier_serves_first(manual: ManualDevice) -> None:
     stack = TierStack(DeviceTier("1MB"), HostTier("1MB"), block_tokens=16)
     check(tiny(), prompt(30), stack, cached=0)

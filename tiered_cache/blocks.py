@@ -79,6 +79,7 @@ class SequencePort:
         first_column: the column of the sequence's token 0 (its number of left pads).
         device: moves the bytes.
         side_from: the first column whose "side" K/V are there.
+        reads: blocks on their way to the device, by buffer: ports of several rows that share them read each once.
     """
 
     def __init__(
@@ -89,8 +90,11 @@ class SequencePort:
         first_column: int,
         device: Device,
         side_from: int = 0,
+        reads: dict[int, Transfer] | None = None,
     ) -> None:
         self.layout = layout
+        self._reads = {} if reads is None else reads
+        self._shares_reads = reads is not None
         self._layouts = {MAIN: layout.main, SIDE: layout.side}
         self._strips = strips
         self._rows = rows
@@ -119,7 +123,9 @@ class SequencePort:
         return self._device.store(staged, buffers)
 
     def load(self, kind: str, start: int, num_tokens: int, buffer: torch.Tensor, block_tokens: int) -> Transfer:
-        transfer = self._device.fetch(buffer)
+        transfer = self._reads.get(id(buffer)) or self._device.fetch(buffer)  # held, so no other buffer has its id
+        if self._shares_reads:
+            self._reads[id(buffer)] = transfer
         for view, tensor in self._pairs(kind, transfer.target(), block_tokens):
             tensor[self._rows, :, self._places(kind, start, num_tokens)] = view[:, :num_tokens]
         return transfer

@@ -2,7 +2,7 @@
 bytes unchanged, counters consistent."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,3 +114,19 @@ def pieces_of(block: Any) -> list[bytes]:
 def block_nbytes(stack: TierStack) -> int:
     """Return the size of the largest piece stored."""
     return max(piece.nbytes for piece in stack._inventory.pieces.values())
+
+
+def drop_pieces(stack: TierStack, kind: str, keep: Callable[[int], bool]) -> None:
+    """Evict the "main" or "side" pieces of all blocks whose first token's place `keep` says no to."""
+    tier = stack.tiers[0]
+    for root in list(stack._index.roots.values()):
+        for block in reversed(list(stack._index.descendants(root))):
+            start, node = 0, block.parent
+            while hasattr(node, "tokens"):
+                start, node = start + node.num_tokens, node.parent
+            if keep(start) or kind not in block.pieces:
+                continue
+            if kind == "main":
+                stack._inventory.discard(block)
+            else:
+                stack._inventory._remove_copy(block.pieces[kind], tier)

@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from tests.hf.harness import check, new_stack, run
+from tests.hf.harness import assert_same, check, new_stack, run
 from tests.hf.models import fresh, prompt, tiny
 from tiered_cache import MissReason, TieredCache, TierStack
 from tiered_cache.hf import identity
@@ -247,26 +247,63 @@ def test_weights_that_cannot_be_read(stack: TierStack) -> None:
     assert not stack._index.blocks
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_rotary_frequencies_that_depend_on_the_length(stack: TierStack, rope_type: str) -> None:
-    """Short requests reuse; a long one, and what a request makes after it crossed the switch, is neither reused nor stored."""
+def length_dependent(rope_type: str) -> Any:
+    """Return a model whose rotary frequencies change at 48 tokens."""
     rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 48}
     if rope_type == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     model = fresh(rope_parameters=rope)
     model.config.original_max_position_embeddings = 48
-    check(model, prompt(30), stack, cached=0)
-    check(model, prompt(30), stack, cached=29)
-    check(model, prompt(60), stack, cached=0)
-    check(model, prompt(60), stack, cached=0)
-    check(model, prompt(40), stack, cached=30)
-    out = run(model, prompt(44), new_tokens=12)  # crosses at 48
-    cache = TieredCache(stack)
-    assert run(model, prompt(44), new_tokens=12, past_key_values=cache).sequences.tolist() == out.sequences.tolist()
-    longest = max(len(key.tokens) // 8 for key in stack._index.blocks.values())
-    assert longest <= 16
+    return model
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotary_frequencies_that_depend_on_the_length(stack: TierStack, rope_type: str) -> None:
+    """longrope: short and long requests each reuse their own kind. dynamic: long requests reuse nothing."""
+    model, long_hits = length_dependent(rope_type), rope_type == "longrope"
+    for _ in range(2):  # the second time everything is stored
+        for cache in (TieredCache(stack), TieredCache(stack)):
+            check(model, prompt(30), stack, cached=known(stack, 30), cache=cache)
+            check(model, prompt(60), stack, cached=known(stack, 60, long_hits), cache=cache)
+            check(model, prompt(48), stack, cached=known(stack, 48), cache=cache)
+            check(model, prompt(49), stack, cached=known(stack, 49, long_hits), cache=cache)
+            check(model, prompt(75), stack, cached=known(stack, 75, long_hits), cache=cache)
+    assert cache.usage.cached_tokens == (74 if long_hits else 0)
+
+
+def known(stack: TierStack, length: int, hits: bool | None = None) -> int:
+    """Return how many of a prompt's tokens are stored under the kind of request it is, at most all but one."""
+    if hits is False:
+        return 0
+    salt = b"long rope|" if length > 48 else b""
+    (identity_,) = {root.identity for root in stack._index.roots.values()} or {b""}
+    match = stack.match(identity_, salt, prompt(length)[0].numpy())
+    stack.release(match)
+    return min(match.num_tokens, length - 1)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_a_request_that_crosses_the_switch(stack: TierStack, rope_type: str) -> None:
+    """What it makes after the crossing is neither stored nor kept."""
+    model, cache = length_dependent(rope_type), TieredCache(stack)
+    out = run(model, prompt(44), new_tokens=12)
+    for used in (cache, TieredCache(stack), cache):
+        assert run(model, prompt(44), new_tokens=12, past_key_values=used).sequences.tolist() == out.sequences.tolist()
     assert max(depth(block) for block in stack._index.blocks.values()) <= 48
-    check(model, prompt(44), stack, cached=43)
+    check(model, out.sequences, stack, cached=0, cache=cache)
+    check(model, out.sequences[:, :48], stack, cached=47, cache=cache)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_a_long_prompt_in_chunks_is_not_stored(stack: TierStack, rope_type: str) -> None:
+    """Its first chunks are computed as short requests."""
+    model = length_dependent(rope_type)
+    for _ in range(2):
+        cold = run(model, prompt(60), prefill_chunk_size=20)
+        cache = TieredCache(stack)
+        assert_same(run(model, prompt(60), prefill_chunk_size=20, past_key_values=cache), cold)
+        assert cache.usage.cached_tokens == cache.usage.created_tokens == 0
+    check(model, prompt(60), stack, cached=0)
 
 
 def test_phi3_which_replaces_the_cache_at_the_switch(stack: TierStack) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.hf.harness import assert_consistent, assert_same, block_nbytes, check, new_stack, run
+from tests.hf.harness import assert_consistent, assert_same, block_nbytes, check, drop_pieces, new_stack, run
 from tests.hf.models import SLIDING, fresh, prompt, tiny
-from tiered_cache import MissReason, TieredCache, TierStack
+from tiered_cache import MissReason, TieredCache
 from tiered_cache.hf import cache as cache_module
 from tiered_cache.index import SIDE
 
@@ -45,18 +45,6 @@ def test_a_chat(name: str, block_tokens: int) -> None:
     check(tiny(name), ids[:, :50], stack, cached=49)
 
 
-def drop_sides(stack: TierStack, keep: Any) -> None:
-    """Evict the side pieces of all blocks whose first token's place `keep` says no to."""
-    tier = stack.tiers[0]
-    for root in stack._index.roots.values():
-        for block in stack._index.descendants(root):
-            start, node = 0, block.parent
-            while hasattr(node, "tokens"):
-                start, node = start + node.num_tokens, node.parent
-            if SIDE in block.pieces and not keep(start):
-                stack._inventory._remove_copy(block.pieces[SIDE], tier)
-
-
 @pytest.mark.parametrize(
     ("kept", "expected"),
     [
@@ -74,7 +62,7 @@ def drop_sides(stack: TierStack, keep: Any) -> None:
 def test_a_hit_ends_where_the_window_before_it_is_complete(name: str, kept: Any, expected: int) -> None:
     stack, cache = new_stack(), TieredCache()
     check(tiny(name), prompt(LENGTH), stack, cached=0)
-    drop_sides(stack, kept)
+    drop_pieces(stack, SIDE, kept)
     assert_consistent(stack)
     cache = TieredCache(stack)
     check(tiny(name), prompt(LENGTH), stack, cached=expected, cache=cache)

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import tiered_cache
 from tests.hf.harness import check, new_stack, run
 from tests.hf.models import prompt, tiny
 from tiered_cache import MissReason, TieredCache, TierStack, Usage, forget, warm
+from tiered_cache.hf import prefixes
 
 
 @pytest.fixture
@@ -87,6 +89,24 @@ def test_warm(stack: TierStack) -> None:
     check(tiny(), prompt(45), stack, cached=44)
     usage = warm(tiny(), prompt(20, seed=1, rows=3), stack=stack)
     assert usage.created_tokens >= 57
+
+
+@pytest.mark.parametrize("bars", [True, False])
+def test_warming_shows_progress(
+    stack: TierStack, bars: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only when it takes a while, and where transformers shows bars."""
+    monkeypatch.setattr(prefixes, "CHUNK_TOKENS", 10)
+    warm(tiny(), prompt(45), stack=stack)
+    assert "Warming" not in capsys.readouterr().err
+    monkeypatch.setattr(prefixes, "BAR_DELAY_S", 0.0)
+    (enable_progress_bar if bars else disable_progress_bar)()
+    try:
+        warm(tiny(), prompt(45, seed=1), stack=stack)
+    finally:
+        enable_progress_bar()
+    assert ("Warming" in capsys.readouterr().err) is bars
+    check(tiny(), prompt(45), stack, cached=44)
 
 
 def test_warm_on_the_default_stack() -> None:

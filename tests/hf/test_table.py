@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from tests.hf.harness import block_nbytes, check, new_stack, run
+from tests.hf.harness import assert_same, block_nbytes, check, drop_pieces, new_stack, run
 from tests.hf.models import FULL_ATTENTION, SLIDING, prompt, tiny
 from tiered_cache import TieredCache, TierStack
+from tiered_cache.hf import compat
 
 LENGTH = 53  # three blocks of 16 and a tail
 
@@ -87,6 +88,32 @@ def test_kept_cache(name: str, stack: TierStack) -> None:
     other[0, 0] = 3 if other[0, 0] != 3 else 4
     check(tiny(name), other, stack, cached=int(other[0, 0] == prompt(1)[0, 0]), cache=cache)
     check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1, cache=cache)
+
+
+@pytest.mark.parametrize("chunk", [7, 16])
+def test_chunked_prefill(name: str, stack: TierStack, chunk: int) -> None:
+    """Before transformers 5.24 nothing is reused there, but the prompt is stored."""
+    reused = compat.CHUNKED_PREFILL_CONTINUES
+    for ids in (prompt(LENGTH), torch.cat([prompt(LENGTH), prompt(20, seed=8)], dim=1)):
+        cache = TieredCache(stack)
+        cold = run(tiny(name), ids)
+        assert_same(run(tiny(name), ids, past_key_values=cache, prefill_chunk_size=chunk), cold)
+        assert (cache.usage.cached_tokens >= LENGTH - 1) is reused
+        check(tiny(name), ids, stack, cached=ids.shape[1] - 1)
+
+
+@pytest.mark.parametrize("length", [2, 16, 17, 24, 25, 40])
+def test_shorter_prefix(name: str, stack: TierStack, length: int) -> None:
+    check(tiny(name), prompt(length), stack, cached=length - 1)
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("main", 32), ("side", 16), ("side", 0)])
+def test_after_eviction(name: str, stack: TierStack, kind: str, kept: int) -> None:
+    """Of all blocks, or their side pieces, from a token on. Then what was computed again is there again."""
+    drop_pieces(stack, kind, lambda start: start < kept)
+    expected = kept if kind == "main" or name in SLIDING else LENGTH - 1
+    check(tiny(name), prompt(LENGTH), stack, cached=expected)
+    check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1)
 
 
 def test_other_weights_miss(name: str, stack: TierStack) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tiered_cache.blocks import BlockLayout, SequenceLayout, SequencePort, Strip
 from tiered_cache.devices import device_for
+from tiered_cache.devices.base import Transfer
 from tiered_cache.hf import compat, identity
 from tiered_cache.hf.columns import Columns
 from tiered_cache.hf.explain import Refusal
@@ -40,12 +41,14 @@ class Binding:
         self.identity: bytes | None = None
         self._fingerprint: identity.Fingerprint | None = None
         self._autocast = torch.is_autocast_enabled(model.device.type)
-        self._switch = sys.maxsize
+        self._switch, self._one_long_regime = sys.maxsize, False
+        self._long = False  # this call is longer than the switch
         self.refusal = self._refuse(model)
         if self.refusal is None:
             why = "the model's weights cannot be read here (offloaded, or of a quantised kind), or change at every call"
             try:
-                self._switch = compat.rope_switch(model.config) or sys.maxsize
+                switch, self._one_long_regime = compat.rope_switch(model.config)
+                self._switch = sys.maxsize if switch is None else switch
                 self._fingerprint = identity.identify(model)
             except Exception as error:  # noqa: BLE001  whatever a model is made of, generate() goes on without reuse
                 why = f"the model's weights could not be read ({error!r})"
@@ -54,9 +57,26 @@ class Binding:
             else:
                 self.identity = self._fingerprint.digest
 
+    def choose_regime(self, prompt: Columns, at_once: bool) -> Refusal | None:
+        """Note whether rotary frequencies are those of long requests, where they depend on the length; refuse if unknown.
+
+        Args:
+            at_once: the whole prompt is fed in one forward; in chunks, the first ones would be short requests.
+        """
+        self._long = False
+        self._long = prompt.length > self.room(prompt)
+        if self._long and not (self._one_long_regime and at_once):
+            why = "the prompt is longer than the length at which its rotary embedding changes"
+            return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
+        return None
+
     def room(self, columns: Columns) -> int:
-        """Return up to which column K/V are those of a short request, where rotary frequencies depend on the length."""
-        return self._switch + min(columns.pads) if self._switch < sys.maxsize else self._switch
+        """Return up to which column K/V are of one regime: a short request that grew beyond the switch mixes two from there."""
+        return sys.maxsize if self._long or self._switch == sys.maxsize else self._switch + min(columns.pads)
+
+    def computed_as(self, other: "Binding") -> bool:
+        """Say whether K/V computed under this binding are those that `other` would compute."""
+        return self.identity is not None and self.identity == other.identity and self._long == other._long
 
     def match(self, prompt: Columns, by_hand: bool) -> list[Match]:
         """Find and hold what is stored of each row. The caller must `release` all of it.
@@ -111,6 +131,7 @@ class Binding:
             slid.valid_from = tuple(column for column in first for _ in range(expand))
         strips = _strips(layers)
         served: dict[str, int] = {}
+        reads: dict[int, Transfer] | None = {} if prompt.rows > 1 else None
         for row, (pad, match) in enumerate(zip(prompt.pads, matches, strict=True)):
             rows = slice(row * expand, (row + 1) * expand)
             # Pads are masked, and so is what lies before the window; but what is masked must still be a number.
@@ -118,7 +139,7 @@ class Binding:
                 for tensor in strips[kind].tensors if start > strips[kind].origin else ():
                     tensor[rows, :, : start - strips[kind].origin] = 0
             if columns > pad:
-                port = SequencePort(layout, strips, rows, pad, device_for(device))
+                port = SequencePort(layout, strips, rows, pad, device_for(device), reads=reads)
                 for tier, tokens in self._stack.fetch(match, columns - pad, port).items():
                     served[tier] = served.get(tier, 0) + tokens
         for slid in side_layers(layers):
@@ -154,9 +175,12 @@ class Binding:
         return created
 
     def _salt_of(self, columns: Columns, row: int, by_hand: bool) -> bytes:
-        """Return the salt of a row. generate() counts positions from a row's first token; a user's loop may count pads too."""
-        pads = columns.pads[row]
-        return self._salt if not (by_hand and pads) else b"by hand, after %d pads: %b" % (pads, self._salt)
+        """Return the salt of a row, with all that K/V depend on beyond tokens and identity.
+
+        generate() counts positions from a row's first token; a user's loop may count pads too.
+        """
+        pads = columns.pads[row] if by_hand else 0
+        return b"".join([b"long rope|" * self._long, b"after %d pads|" % pads if pads else b"", self._salt])
 
     def fresh_layers(self) -> list[Any]:
         """Return empty layers for the model."""

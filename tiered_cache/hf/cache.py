@@ -43,12 +43,12 @@ class Resident:
         """Columns in the layers, known or not."""
         return num_columns(self.layers)
 
-    def serves(self, prompt: Columns, identity: bytes, limit: int) -> int:
-        """Return how many leading columns of `prompt`, up to `limit`, these layers hold, for the model `identity`."""
-        if self.columns is None or self.binding is None or self.binding.identity != identity:
+    def serves(self, prompt: Columns, binding: Binding, limit: int) -> int:
+        """Return how many leading columns of `prompt`, up to `limit`, these layers hold for the model that `binding` binds."""
+        if self.columns is None or self.binding is None or not self.binding.computed_as(binding):
             return 0
         whole = min([int(layer.get_seq_length()) for layer in self.layers], default=0)
-        columns = min(self.columns.shared(prompt), whole, limit)
+        columns = min(self.columns.shared(prompt), whole, limit, self.binding.room(self.columns))
         return columns if all(layer.can_truncate(columns) for layer in self.layers) else 0
 
 
@@ -121,7 +121,7 @@ class TieredCache(DynamicCache):
         resident = self.take_out()
         refusal = self.bind(model)
         self._by_hand, self._fed = True, prompt
-        columns = self.reuse(prompt, count_tokens(input_ids, attention_mask), 1, resident, refusal)
+        columns = self.reuse(prompt, count_tokens(input_ids, attention_mask), 1, resident, refusal, at_once=False)
         self.stack.record(self.usage)
         return columns
 
@@ -182,7 +182,14 @@ class TieredCache(DynamicCache):
         return self._bound.fresh_layers()
 
     def reuse(
-        self, prompt: Columns | None, prompt_tokens: int, expand: int, resident: Resident, refusal: Refusal | None
+        self,
+        prompt: Columns | None,
+        prompt_tokens: int,
+        expand: int,
+        resident: Resident,
+        refusal: Refusal | None,
+        *,
+        at_once: bool,
     ) -> int:
         """Fill the fresh layers with the longest known prefix of `prompt` and return its length in columns.
 
@@ -192,14 +199,15 @@ class TieredCache(DynamicCache):
             expand: rows of K/V for each row of `prompt` (beams, samples).
             resident: what this cache held before.
             refusal: why nothing may be reused.
+            at_once: what is left of the prompt is fed in one forward.
         """
         started = time.perf_counter()
         columns, served = 0, dict[str, int]()
         if refusal is None and prompt is None:
             refusal = Refusal(MissReason.UNKNOWN_CONTENT, "the attention mask is not left padding followed by tokens")
-        if prompt is not None and self._bound.room(prompt) < prompt.length:
-            why = "the prompt is longer than the length at which its rotary embedding changes"
-            refusal = refusal or Refusal(MissReason.UNSUPPORTED_LAYERS, why)
+        if prompt is not None:
+            regime = self._bound.choose_regime(prompt, at_once)
+            refusal = Refusal.first([reason for reason in (refusal, regime) if reason is not None])
         self._may_store = refusal is None or refusal.stores
         if refusal is None and prompt is not None:
             try:
@@ -320,7 +328,7 @@ class TieredCache(DynamicCache):
         binding = self._bound
         assert binding.identity is not None
         limit = prompt.length - 1  # one token is left to compute: its logits are wanted
-        kept = resident.serves(prompt.repeat(expand), binding.identity, limit)
+        kept = resident.serves(prompt.repeat(expand), binding, limit)
         matches = binding.match(prompt, self._by_hand)
         try:
             reach = [pad + match.num_tokens for pad, match in zip(prompt.pads, matches, strict=True)]

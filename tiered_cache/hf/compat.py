@@ -118,19 +118,26 @@ def keeps_state(model: PreTrainedModel) -> bool:
     return any("rope_deltas" in vars(module) for module in model.modules())
 
 
-def rope_switch(config: PreTrainedConfig) -> int | None:
-    """Return the length in tokens beyond which rotary frequencies depend on the request's length; None if they never do."""
+def rope_switch(config: PreTrainedConfig) -> tuple[int | None, bool]:
+    """Say where rotary frequencies depend on the request's length.
+
+    Returns:
+        The length in tokens beyond which they do (None: never), and whether all longer requests have the same ones
+        ("longrope"; with "dynamic", each length has its own).
+    """
     config = text_config(config)
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    switches = [
-        rope.get("original_max_position_embeddings")
-        or getattr(config, "original_max_position_embeddings", None)
-        or config.max_position_embeddings
+    switches = {
+        int(
+            rope.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+            or config.max_position_embeddings
+        ): rope.get("rope_type", rope.get("type"))
         for rope in sets
         if rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope")
-    ]
-    return min(map(int, switches)) if switches else None
+    }
+    return min(switches, default=None), list(switches.values()) == ["longrope"]
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:

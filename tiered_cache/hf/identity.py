@@ -28,8 +28,7 @@ _IGNORED_CONFIG = frozenset(
 )  # fmt: skip
 _SAMPLES = 16  # elements of each tensor looked at in every call
 _SETTINGS = frozenset({int, float, bool, str})  # plain attributes of modules that may change what they compute
-_VOLATILE = frozenset({"training", "max_seq_len_cached", "_is_hf_initialized"})
-_ADAPTER_STATE = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")  # of PEFT's tuner layers
+_VOLATILE = frozenset({"training", "max_seq_len_cached", "_is_hf_initialized", "_active_adapter", "_disable_adapters"})
 
 
 Facts = tuple[object, ...]  # about one tensor
@@ -52,12 +51,25 @@ class Fingerprint:
 
 @dataclass(slots=True)
 class _Memory:
-    """Of one model: what was seen last, digests of its weights as they were, and how many calls in a row saw a change."""
+    """Of one model: what was seen last, a digest of the weights then, and each tensor's own by name."""
 
     glance: tuple[Facts, ...] = ()
     weights: bytes = b""
-    digests: dict[Facts, bytes] = field(default_factory=dict)
-    changes: int = 0
+    read: dict[object, tuple[Facts, bytes]] = field(default_factory=dict)
+    changes: int = 0  # calls in a row that found weights rewritten
+
+    def read_again(self, seen: tuple[Facts, ...], tensors: dict[str, torch.Tensor], still: bool) -> bool:
+        """Read those tensors that are not as they were; say whether that was done. Not while they change at every call."""
+        stale = [facts for facts in seen if self.read.get(facts[0], ((), b""))[0] != facts]
+        rewritten = any(facts[0] in self.read for facts in stale)
+        self.glance, self.weights = seen, b""
+        self.changes = self.changes + 1 if rewritten and not still else 0
+        if self.changes > _PATIENCE:
+            return False
+        for facts in stale:
+            self.read[facts[0]] = facts, _checksum(str(facts[0]), tensors[str(facts[0])])
+        self.weights = b"".join(sorted(self.read[facts[0]][1] for facts in seen))
+        return True
 
 
 def identify(model: PreTrainedModel) -> Fingerprint | None:
@@ -67,26 +79,16 @@ def identify(model: PreTrainedModel) -> Fingerprint | None:
     milliseconds), and read those again that changed. A model that changes at every call has none until it holds still.
     Safe to call from several threads.
     """
-    modules = dict(model.named_modules())
-    tensors = _weight_tensors(modules)
+    modules, idle = _live_modules(model)
+    tensors = _weight_tensors(modules, idle)
     if not all(_is_plain(tensor) for tensor in tensors.values()):
         return None
     seen = _glance(tensors)
     with _lock:
         memory = _memories.setdefault(model, _Memory())
-        if memory.glance != seen or not memory.weights:
-            memory.changes = memory.changes + 1 if memory.glance not in ((), seen) else 0
-            memory.glance, memory.weights = seen, b""
-            if memory.changes > _PATIENCE:
-                return None
-            read = memory.digests
-            memory.digests = {
-                facts: read[facts] if facts in read else _checksum(name, tensor)
-                for facts, (name, tensor) in zip(seen, tensors.items(), strict=True)
-            }
-            memory.weights = b"".join(sorted(memory.digests.values()))
-        else:
-            memory.changes = 0
+        still = seen == memory.glance
+        if not (still and memory.weights) and not memory.read_again(seen, tensors, still):
+            return None
         digest = hashlib.sha256(memory.weights)
     state = repr(list(_module_state(modules)))
     digest.update((_surroundings(model, modules) + state).encode())
@@ -98,8 +100,8 @@ def is_unchanged(model: PreTrainedModel, since: Fingerprint) -> bool:
 
     Looks at less than `identify`, since it is for the length of one call: version counters and the modules' state.
     """
-    modules = dict(model.named_modules())
-    tensors = _weight_tensors(modules)
+    modules, idle = _live_modules(model)
+    tensors = _weight_tensors(modules, idle)
     if any(tensor.is_inference() for tensor in tensors.values()):  # no version counters: look at samples
         return _glance(tensors) == since.glance
     written = [(name, tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()]
@@ -117,12 +119,47 @@ def is_training(model: PreTrainedModel) -> bool:
     return any(module.training for module in model.modules())
 
 
-def _weight_tensors(modules: dict[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
+def _live_modules(model: PreTrainedModel) -> tuple[dict[str, torch.nn.Module], set[str]]:
+    """Return all modules by name, but for adapters of PEFT that are switched off, and the paths of those.
+
+    What is off does not count: going back to an adapter finds its old entries.
+    """
+    modules = dict(model.named_modules())
+    idle = {f"{name}.{part}" for name, module in modules.items() for part in _idle_adapters(module)}
+    if not idle:
+        return modules, idle
+    return {name: module for name, module in modules.items() if name not in idle}, idle
+
+
+def _idle_adapters(module: torch.nn.Module) -> list[str]:
+    """Return the parts of one of PEFT's layers that compute nothing now, as paths below it."""
+    if not hasattr(type(module), "merged_adapters"):
+        return []
+    layer: Any = module
+    live = {*(() if layer.disable_adapters else layer.active_adapters), *layer.merged_adapters}
+    # What a layer keeps by adapter name: LoRA's two factors, dropouts, ...
+    places: dict[str, Any] = {place: parts for place, parts in layer._modules.items() if hasattr(parts, "keys")}
+    return [
+        f"{place}.{name}{below}"
+        for place, parts in places.items()
+        for name in parts
+        if name not in live
+        for below in _paths_below(parts[name])
+    ]
+
+
+def _paths_below(part: Any) -> list[str]:
+    """Return "" for the part itself, and the paths of the modules in it."""
+    names = part.named_modules() if isinstance(part, torch.nn.Module) else [("", part)]
+    return [f".{name}" if name else "" for name, _ in names]
+
+
+def _weight_tensors(modules: dict[str, torch.nn.Module], idle: set[str]) -> dict[str, torch.Tensor]:
     """Return all parameters and buffers by name, but for rotary frequencies that follow the length of the request."""
     tensors: dict[str, torch.Tensor] = {}
     for prefix, module in modules.items():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and f"{prefix}.{name}" not in idle:
                 tensors[f"{prefix}.{name}"] = parameter
         for name, buffer in module._buffers.items():
             if buffer is not None and not (name.endswith("inv_freq") and _follows_length(module)):
@@ -227,7 +264,7 @@ def _module_state(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[object,
             replaced.append(prepares)
         adapters: tuple[object, ...] = ()
         if hasattr(type(module), "merged_adapters"):
-            adapters = tuple(_plain(getattr(module, attribute, None)) for attribute in _ADAPTER_STATE)
+            adapters = _adapter_state(module)
         yield (name, type(module).__qualname__, settings, [_state_of(function) for function in replaced], adapters)
 
 
@@ -264,5 +301,8 @@ def _serial(function: Any) -> int:
         return next(_next_serial)
 
 
-def _plain(value: Any) -> object:
-    return sorted((str(key), str(item)) for key, item in value.items()) if isinstance(value, dict) else str(value)
+def _adapter_state(layer: Any) -> tuple[object, ...]:
+    """Return which adapters of one of PEFT's layers are on, in their order, and how strongly."""
+    live = () if layer.disable_adapters else tuple(layer.active_adapters)
+    scaling = getattr(layer, "scaling", {})
+    return live, tuple(layer.merged_adapters), [str(scaling.get(name)) for name in live]

@@ -2,11 +2,15 @@
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils.logging import tqdm  # silent where transformers' progress bars are off
 
 from tiered_cache.hf import compat, identity
 from tiered_cache.hf.cache import TieredCache
 from tiered_cache.stack import TierStack, check_stack, default_stack
 from tiered_cache.usage import Usage
+
+CHUNK_TOKENS = 512  # computed at a time by warm(), between two moves of its progress bar
+BAR_DELAY_S = 1.0  # before that no bar is shown
 
 
 def warm(model: PreTrainedModel, input_ids: torch.Tensor, *, stack: TierStack | None = None) -> Usage:
@@ -24,10 +28,16 @@ def warm(model: PreTrainedModel, input_ids: torch.Tensor, *, stack: TierStack | 
         ConfigError, ClosedError: an argument is wrong.
     """
     cache, inner = TieredCache(stack), compat.inner_model(model)
-    options = {"logits_to_keep": 1} if inner._supports_logits_to_keep() else {}
+    options = {compat.CACHE_ARGUMENT: cache, "use_cache": True}
+    if inner._supports_logits_to_keep():
+        options["logits_to_keep"] = 1
     with torch.no_grad():
         start = cache.restore(model, input_ids)
-        inner(input_ids[:, start:].to(inner.device), **{compat.CACHE_ARGUMENT: cache}, use_cache=True, **options)
+        left = input_ids[:, start:].to(inner.device)
+        with tqdm(total=left.shape[1], desc="Warming", unit=" tokens", delay=BAR_DELAY_S, leave=False) as bar:
+            for chunk in torch.split(left, CHUNK_TOKENS, dim=1):
+                inner(chunk, **options)
+                bar.update(chunk.shape[1])
         cache.commit(input_ids)
     return cache.usage
 

@@ -184,7 +184,8 @@ class Session:
             self._prompt = None
             refusal = Refusal(MissReason.UNKNOWN_CONTENT, "the prompt is not of a form that can be reused")
             whole_ids, prompt_tokens = input_ids, passed_tokens
-        cache.reuse(self._prompt, prompt_tokens, self._expand, self._resident, refusal)
+        at_once = generation_config.prefill_chunk_size is None
+        cache.reuse(self._prompt, prompt_tokens, self._expand, self._resident, refusal, at_once=at_once)
         self._resident = Resident([], None, None)  # frees what was not reused
         self._stage = Stage.RESTORED
         outputs = call(whole_ids, generation_config, model_kwargs, *args, **kwargs)
