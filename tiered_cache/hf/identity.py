@@ -46,7 +46,7 @@ class Fingerprint:
 
     digest: bytes
     glance: tuple[Facts, ...]
-    state: str
+    state: tuple[object, ...]
 
 
 @dataclass(slots=True)
@@ -57,6 +57,8 @@ class _Memory:
     weights: bytes = b""
     read: dict[object, tuple[Facts, bytes]] = field(default_factory=dict)
     changes: int = 0  # calls in a row that found weights rewritten
+    state: tuple[object, ...] = ()
+    state_text: str = ""
 
     def read_again(self, seen: tuple[Facts, ...], tensors: dict[str, torch.Tensor], still: bool) -> bool:
         """Read those tensors that are not as they were; say whether that was done. Not while they change at every call."""
@@ -90,8 +92,10 @@ def identify(model: PreTrainedModel) -> Fingerprint | None:
         if not (still and memory.weights) and not memory.read_again(seen, tensors, still):
             return None
         digest = hashlib.sha256(memory.weights)
-    state = repr(list(_module_state(modules)))
-    digest.update((_surroundings(model, modules) + state).encode())
+    state = tuple(_module_state(modules))
+    if state != memory.state:
+        memory.state, memory.state_text = state, repr(state)
+    digest.update((_surroundings(model, modules) + memory.state_text).encode())
     return Fingerprint(digest.digest(), seen, state)
 
 
@@ -105,7 +109,7 @@ def is_unchanged(model: PreTrainedModel, since: Fingerprint) -> bool:
     if any(tensor.is_inference() for tensor in tensors.values()):  # no version counters: look at samples
         return _glance(tensors) == since.glance
     written = [(name, tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()]
-    return written == [facts[:3] for facts in since.glance] and repr(list(_module_state(modules))) == since.state
+    return written == [facts[:3] for facts in since.glance] and tuple(_module_state(modules)) == since.state
 
 
 def forget(model: PreTrainedModel) -> None:
@@ -272,7 +276,7 @@ def _code(cls: Any) -> str:
     """Return what a module class computes, as far as its code says: its forward, and the functions that calls by name."""
     forward = inspect.unwrap(cls.forward)
     names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
-    called = [place for name in names for place in (forward.__globals__.get(name), inspect.getattr_static(cls, name, None))]
+    called = [place for name in names for place in (forward.__globals__.get(name), getattr(cls, name, None))]
     functions = [cls.forward, forward, *(value for value in called if inspect.isfunction(value))]
     return f"{cls.__module__}.{cls.__qualname__}: {' '.join(map(_function, functions))}"
 
