@@ -167,6 +167,21 @@ def test_a_custom_method_that_generates_twice(stack: TierStack) -> None:
     check(tiny(), other, stack, cached=0, cache=cache)
 
 
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_a_forward_that_names_no_mask(stack: TierStack, with_mask: bool) -> None:
+    """generate() then makes none, and without one stock feeds the whole prompt on top of what a cache holds."""
+    model = fresh()
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    kept = TieredCache(stack)
+    for length in (30, 30, 40, 20):
+        options = {"attention_mask": torch.ones(1, length, dtype=torch.long)} if with_mask else {}
+        for cache in (TieredCache(stack), kept):
+            cold = run(model, prompt(length), **options)
+            assert_same(run(model, prompt(length), past_key_values=cache, **options), cold)
+    assert (kept.usage.cached_tokens == 19) is with_mask
+
+
 def test_left_pads_where_forward_names_no_positions(stack: TierStack) -> None:
     """generate() then makes none, and pads count as positions."""
     model = fresh()

@@ -98,6 +98,17 @@ def mask_length(generation_config: GenerationConfig, model_kwargs: dict[str, Any
     return input_length if noted is None else int(noted)
 
 
+def slices_prompt(generation_config: GenerationConfig, model_kwargs: dict[str, Any], input_length: int) -> bool:
+    """Say whether `_prefill` will feed only what the cache does not hold, of a prompt of `input_length` columns.
+
+    It does so only where generate() has a mask of that length, or had one of ones: not where forward() names no mask.
+    """
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None:
+        return int(mask.shape[-1]) == input_length
+    return getattr(generation_config, "_mask_length", None) == input_length
+
+
 def uses_cache_by_default(model: PreTrainedModel) -> bool:
     """Say whether generate() would give this model a DynamicCache when the user passes none."""
     cls: Any = type(model)

@@ -36,19 +36,20 @@ class GrowingTensor:
         total = length + new.shape[2]
         if length and _kind(present) != _kind(new):  # as stock: an error, or a promotion
             return torch.cat([present, new], dim=-2)
-        if self._buffer is None or present is not self._view or self._buffer.shape[2] < total:
+        buffer = self._buffer
+        if buffer is None or present is not self._view or buffer.shape[2] < total:
             view = self.allocate((new.shape[0], new.shape[1], total, new.shape[3]), new.dtype, new.device)
             if length:
                 view[:, :, :length] = present
-        else:
-            view = self.show(total)
-        view[:, :, length:] = new
-        return view
+            buffer = self._buffer
+            assert buffer is not None
+        buffer.narrow(2, length, new.shape[2]).copy_(new)
+        return self.show(total)
 
     def show(self, length: int) -> torch.Tensor:
         """Return the first `length` tokens of the buffer as the view from now on."""
         assert self._buffer is not None
-        self._view = self._buffer[:, :, :length]
+        self._view = self._buffer.narrow(2, 0, length)
         return self._view
 
     def is_view(self, tensor: torch.Tensor | None) -> bool:
@@ -294,8 +295,8 @@ class CapturingSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyp
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
-    batch, heads, _, width = tensor.shape
-    return batch, heads, width, tensor.dtype, tensor.device
+    shape = tensor.shape
+    return shape[0], shape[1], shape[3], tensor.dtype, tensor.device
 
 
 def _capacity(num_tokens: int) -> int:

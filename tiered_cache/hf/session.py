@@ -238,6 +238,9 @@ class Session:
             return input_ids, self._cache.usage.prompt_tokens, Refusal.first(refusals)
         if new_only:
             input_ids = self._completed(input_ids, generation_config, model_kwargs)
+        if not compat.slices_prompt(generation_config, model_kwargs, int(input_ids.shape[1])):
+            why = "generate() made no attention mask, and does not continue from a cache without one"
+            refusals.append(Refusal(MissReason.DISABLED_CALL, why, stores=True))
         mask = model_kwargs.get("attention_mask")
         rows = slice(None, None, self._expand)
         row_mask = None if mask is None else mask[rows]
