@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from benchmarks.pairs import FirstToken, arguments, measure, ratio, show, small_model, summary, write
-from examples.smollm import load
+from benchmarks.pairs import arguments, measure, ratio, show, small_model, summary, write
+from examples.smollm import FirstToken, load
 from tiered_cache import HostTier, TieredCache, TierStack
 
 ANSWER = 16

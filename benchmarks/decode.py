@@ -10,23 +10,13 @@ import time
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
-from benchmarks.pairs import arguments, measure, ratio, show, small_model, summary, write
+from benchmarks.pairs import arguments, grouped_model, measure, ratio, show, small_model, summary, write
 from examples.smollm import load
 from tiered_cache import HostTier, TieredCache, TierStack
 
 STEPS = 16
-
-
-def grouped_model() -> Any:
-    """Return a random model with grouped-query attention."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=8192, hidden_size=512, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=8192,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
 
 
 @torch.inference_mode()

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from benchmarks.pairs import FirstToken, arguments, measure, show, small_model, summary, write
-from examples.smollm import load
+from benchmarks.pairs import arguments, measure, show, small_model, summary, write
+from examples.smollm import FirstToken, load
 from tiered_cache import HostTier, TieredCache, TierStack
 from tiered_cache.hf import identity
 from tiered_cache.testing import TokenPort

@@ -6,7 +6,6 @@ import os
 import platform
 import statistics
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,6 @@ from typing import Any
 import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.generation.streamers import BaseStreamer
-
-
-class FirstToken(BaseStreamer):
-    """Notes when the first new token came."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.seconds = 0.0
-        self._puts = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self._puts += 1
-        if self._puts == 2:  # the first is the prompt
-            self.seconds = time.perf_counter() - self.started
-
-    def end(self) -> None:
-        pass
 
 
 def arguments(description: str | None, output: str) -> argparse.Namespace:
@@ -51,6 +32,18 @@ def arguments(description: str | None, output: str) -> argparse.Namespace:
 def small_model() -> Any:
     """Return the tiny random model of smoke runs."""
     config = LlamaConfig(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def grouped_model() -> Any:
+    """Return a random model with grouped-query attention."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=512, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=8192,
+    )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     model.generation_config.pad_token_id = 0
     return model

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from benchmarks.pairs import FirstToken, arguments, measure, ratio, show, small_model, summary, write
-from examples.smollm import load
+from benchmarks.pairs import arguments, grouped_model, measure, ratio, show, small_model, summary, write
+from examples.smollm import FirstToken, load
 from tiered_cache import HostTier, TieredCache, TierStack
 
 SIZES = ((1920, 128), (512, 64))  # shared, new
@@ -82,18 +82,22 @@ def compare(model: Any, shared: int, new: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     options = arguments(__doc__, "ttft.json")
-    model, sizes = (small_model(), ((64, 8),)) if options.smoke else (load()[0], SIZES)
+    if options.smoke:
+        models, sizes = {"tiny": small_model()}, ((64, 8),)
+    else:
+        models, sizes = {"SmolLM2-135M": load()[0], "random GQA": grouped_model()}, SIZES
 
     results = []
-    print("| shared + new | ours | floor | recompute | ours / floor | recompute / ours | a miss / recompute |")
-    print("|---|---|---|---|---|---|---|")
-    for shared, new in sizes:
-        result = compare(model, shared, new, options.rounds)
-        results.append(result)
-        times = " | ".join(f"{result['seconds'][name]['median'] * 1e3:.0f} ms" for name in ("ours", "floor", "recompute"))
-        ratios = " | ".join(show(result[name]) for name in ("ours / floor", "recompute / ours", "miss / recompute"))
-        print(f"| {shared:,} + {new} | {times} | {ratios} |", flush=True)
-    write(options.output, {"model": "tiny" if options.smoke else "SmolLM2-135M-Instruct, fp32", "results": results})
+    print("| model | shared + new | ours | floor | recompute | ours / floor | recompute / ours | a miss / recompute |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, model in models.items():
+        for shared, new in sizes:
+            result = {"model": name, **compare(model, shared, new, options.rounds)}
+            results.append(result)
+            times = " | ".join(f"{result['seconds'][who]['median'] * 1e3:.0f} ms" for who in ("ours", "floor", "recompute"))
+            ratios = " | ".join(show(result[what]) for what in ("ours / floor", "recompute / ours", "miss / recompute"))
+            print(f"| {name} | {shared:,} + {new} | {times} | {ratios} |", flush=True)
+    write(options.output, {"results": results})
 
 
 if __name__ == "__main__":

