@@ -55,7 +55,8 @@ def _is_absent(value: Any) -> bool:
 
 def covered_columns(input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
     """Return how many columns the attention mask has: more than `input_ids` where only new tokens were passed."""
-    return compat.mask_length(generation_config, model_kwargs, int(input_ids.shape[1]))
+    columns = compat.mask_columns(generation_config, model_kwargs)
+    return int(input_ids.shape[1]) if columns is None else columns
 
 
 def has_plain_positions(model: PreTrainedModel, prompt: Columns, position_ids: torch.Tensor | None) -> bool:

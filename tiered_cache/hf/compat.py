@@ -86,27 +86,15 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
-def mask_length(generation_config: GenerationConfig, model_kwargs: dict[str, Any], input_length: int) -> int:
-    """Return the number of columns of the attention mask that generate() was given or made, inside `_prefill`.
+def mask_columns(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int | None:
+    """Return the columns of the attention mask that generate() was given or made, inside `_prefill`; None without one.
 
-    A mask of ones is dropped there; its length is then noted in the generation config (from 5.24 on).
+    A mask of ones is dropped there; its length is then noted in the generation config (from 5.24 on). `_prefill` feeds only
+    what the cache does not hold where that is the prompt's length, and the whole prompt where forward() names no mask.
     """
     mask = model_kwargs.get("attention_mask")
-    if mask is not None:
-        return int(mask.shape[-1])
-    noted = getattr(generation_config, "_mask_length", None)
-    return input_length if noted is None else int(noted)
-
-
-def slices_prompt(generation_config: GenerationConfig, model_kwargs: dict[str, Any], input_length: int) -> bool:
-    """Say whether `_prefill` will feed only what the cache does not hold, of a prompt of `input_length` columns.
-
-    It does so only where generate() has a mask of that length, or had one of ones: not where forward() names no mask.
-    """
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None:
-        return int(mask.shape[-1]) == input_length
-    return getattr(generation_config, "_mask_length", None) == input_length
+    noted = mask.shape[-1] if mask is not None else getattr(generation_config, "_mask_length", None)
+    return None if noted is None else int(noted)
 
 
 def uses_cache_by_default(model: PreTrainedModel) -> bool:

@@ -238,7 +238,7 @@ class Session:
             return input_ids, self._cache.usage.prompt_tokens, Refusal.first(refusals)
         if new_only:
             input_ids = self._completed(input_ids, generation_config, model_kwargs)
-        if not compat.slices_prompt(generation_config, model_kwargs, int(input_ids.shape[1])):
+        if compat.mask_columns(generation_config, model_kwargs) != input_ids.shape[1]:
             why = "generate() made no attention mask, and does not continue from a cache without one"
             refusals.append(Refusal(MissReason.DISABLED_CALL, why, stores=True))
         mask = model_kwargs.get("attention_mask")
@@ -296,10 +296,10 @@ class Session:
             cache.columns = None
             if self._stage is not Stage.PREFILLED or self._prompt is None or not self._plain:
                 return
-            prompt = self._prompt.repeat(self._expand)
             if self._beams:  # beams change rows as they go; their prompts stay the same
                 self._keep_prompt(self._prompt)
                 return
+            prompt = self._prompt.repeat(self._expand)
             sequences = getattr(result, "sequences", result)
             ids = sequences.cpu().numpy()
             length, passed = _uniform_length(cache), self._passed.shape[1]
