@@ -11,7 +11,7 @@ from typing import Self
 import torch
 
 from tiered_cache.devices.base import Device, Transfer
-from tiered_cache.index import MAIN, SIDE
+from tiered_cache.keys import MAIN, SIDE
 
 _ALIGNMENT = 16  # bytes; lets a piece be viewed in any dtype and be read by vector loads
 

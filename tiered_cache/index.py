@@ -9,12 +9,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from tiered_cache.keys import TOKEN_NBYTES, root_key
-
-MAIN = "main"  # K/V of the layers that attend to everything
-SIDE = "side"  # K/V of the layers that attend to a window: read only for the last window of a hit
+from tiered_cache.keys import MAIN, TOKEN_NBYTES, common_tokens, root_key
 
 
 class Node:
@@ -180,13 +175,6 @@ class PrefixIndex:
 
     def is_linked(self, node: Node) -> bool:
         return node.linked if isinstance(node, Block) else self.roots.get(node.key) is node
-
-
-def common_tokens(left: bytes, right: bytes) -> int:
-    """Return how many leading tokens two encoded sequences share."""
-    length = min(len(left), len(right)) // TOKEN_NBYTES
-    different = np.frombuffer(left, "<i8", length) != np.frombuffer(right, "<i8", length)
-    return int(different.argmax()) if different.any() else length
 
 
 def _tokens_of(block: Block) -> bytes:

@@ -6,8 +6,8 @@ buffers that are complete.
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tiered_cache.index import MAIN, SIDE, Block, Node, Piece, PrefixIndex, Root
-from tiered_cache.keys import TOKEN_NBYTES
+from tiered_cache.index import Block, Node, Piece, PrefixIndex, Root
+from tiered_cache.keys import MAIN, SIDE, TOKEN_NBYTES
 from tiered_cache.tiers.base import Buffer, MemoryTier
 
 

@@ -9,6 +9,8 @@ import struct
 import numpy as np
 
 KEY_FORMAT = 1  # part of every root: a change of what is stored, or how, makes all older keys miss
+MAIN = "main"  # kind of a block's piece: K/V of the layers that attend to everything
+SIDE = "side"  # ... of the layers that attend to a window: read only for the last window of a hit
 TOKEN_NBYTES = 8  # token ids are hashed and compared as int64, little-endian
 
 
@@ -31,6 +33,13 @@ def root_key(identity: bytes, namespace: str, salt: bytes, block_tokens: int) ->
 def block_key(parent_key: bytes, tokens: bytes) -> bytes:
     """Return the key of the block that holds `tokens` (see `encode_tokens`) behind the block `parent_key`."""
     return _digest((b"parent", parent_key), (b"tokens", tokens))
+
+
+def common_tokens(left: bytes, right: bytes) -> int:
+    """Return how many leading tokens two encoded sequences share."""
+    length = min(len(left), len(right)) // TOKEN_NBYTES
+    different = np.frombuffer(left, "<i8", length) != np.frombuffer(right, "<i8", length)
+    return int(different.argmax()) if different.any() else length
 
 
 def _digest(*fields: tuple[bytes, bytes]) -> bytes:

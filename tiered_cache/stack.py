@@ -15,10 +15,10 @@ from typing import Self
 import numpy as np
 
 from tiered_cache.errors import ClosedError, ConfigError
-from tiered_cache.index import MAIN, SIDE, Block, Node, Part, Piece, PrefixIndex, Root
+from tiered_cache.index import Block, Node, Part, Piece, PrefixIndex, Root
 from tiered_cache.interrupts import uninterrupted
 from tiered_cache.inventory import Inventory
-from tiered_cache.keys import block_key, encode_tokens
+from tiered_cache.keys import MAIN, SIDE, block_key, encode_tokens
 from tiered_cache.tiers.base import BlockPort, Buffer, MemoryTier
 from tiered_cache.tiers.host import HostTier, default_capacity
 from tiered_cache.usage import Stats, TierStats, Usage

@@ -10,7 +10,7 @@ from tests.hf.harness import assert_consistent, assert_same, block_nbytes, check
 from tests.hf.models import SLIDING, fresh, prompt, tiny
 from tiered_cache import MissReason, TieredCache
 from tiered_cache.hf import cache as cache_module
-from tiered_cache.index import SIDE
+from tiered_cache.keys import SIDE
 
 WINDOW = 24
 LENGTH = 70

@@ -19,7 +19,7 @@ from tiered_cache.hf import compat, identity
 from tiered_cache.hf.columns import Columns
 from tiered_cache.hf.explain import Refusal
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
-from tiered_cache.index import MAIN, SIDE
+from tiered_cache.keys import MAIN, SIDE
 from tiered_cache.stack import Match, TierStack
 from tiered_cache.usage import MissReason
 

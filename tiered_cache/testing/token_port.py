@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from tiered_cache.index import MAIN
+from tiered_cache.keys import MAIN
 from tiered_cache.tiers.base import Transfer
 
 TOKEN_NBYTES = 8

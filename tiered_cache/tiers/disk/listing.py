@@ -1,0 +1,223 @@
+"""What this process knows of a directory: which pieces lie where and how much they take.
+
+Owns a copy of the directory, brought up to date by looking at folders' times; the directory itself is the truth, since other
+processes write to it and remove from it. Refuses to own what is in the files and which of them go.
+
+    <root>/<identity>/<namespace>/<first byte of the parent>/<name of the piece>
+
+All children of a block lie in one folder, so those that a prompt may share its next tokens with are found with one look.
+Safe to use from several threads; a lock is held while a folder is read, so nobody who may not wait calls this.
+"""
+
+import threading
+from collections.abc import Iterator
+
+from tiered_cache.format import Name
+from tiered_cache.tiers.disk import calls
+
+PIN, TTL = ".pin", ".ttl"  # empty files beside a piece: it is pinned; it may go at this file's time
+
+_SETTLED_S = 1.0  # after a folder's time, before another change can be told from the one that set it
+_LARGE = 4096  # names, from which on a folder is read again at most once in _SETTLED_S
+
+
+class Entry:
+    """One piece's file. `nbytes` as `du` counts it."""
+
+    __slots__ = ("head", "is_side", "key", "nbytes", "num_tokens", "parent")
+
+    def __init__(self, name: Name, nbytes: int) -> None:
+        self.key = name.key
+        self.parent = name.parent
+        self.num_tokens = name.num_tokens
+        self.head = name.head
+        self.is_side = name.is_side
+        self.nbytes = nbytes
+
+    @property
+    def name(self) -> Name:
+        return Name(self.key, self.parent, self.num_tokens, self.head, self.is_side)
+
+
+class Shard:
+    """One folder of pieces."""
+
+    __slots__ = ("children", "entries", "listed_at", "marks", "nbytes", "path", "settled", "stamp", "temps")
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.empty()
+
+    def empty(self) -> None:
+        """Know nothing."""
+        self.entries: dict[bytes, Entry] = {}  # by short key, with b"s" behind for a side piece
+        self.children: dict[bytes, list[Entry]] = {}  # main pieces by parent
+        self.marks: dict[str, set[bytes]] = {PIN: set(), TTL: set()}
+        self.temps: list[str] = []
+        self.nbytes = 0
+        self.stamp = -1  # the folder's time when it was read
+        self.settled = False
+        self.listed_at = 0.0
+
+    def find(self, key: bytes, is_side: bool = False) -> Entry | None:
+        return self.entries.get(key + b"s" if is_side else key)
+
+    def add(self, entry: Entry) -> None:
+        place = entry.key + b"s" if entry.is_side else entry.key
+        old = self.entries.get(place)
+        if old is not None:
+            self.remove(old)
+        self.entries[place] = entry
+        self.nbytes += entry.nbytes
+        if not entry.is_side:
+            self.children.setdefault(entry.parent, []).append(entry)
+
+    def remove(self, entry: Entry) -> None:
+        if self.entries.pop(entry.key + b"s" if entry.is_side else entry.key, None) is None:
+            return
+        self.nbytes -= entry.nbytes
+        if not entry.is_side:
+            siblings = self.children[entry.parent]
+            siblings[:] = [sibling for sibling in siblings if sibling.key != entry.key]
+            if not siblings:
+                del self.children[entry.parent]
+
+
+class Listing:
+    """The shards under one root."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.lock = threading.RLock()
+        self.shards: dict[str, Shard] = {}
+        self._above = 0  # bytes of the folders above the shards
+
+    @property
+    def nbytes(self) -> int:
+        """What is known to lie under the root, folders included, in bytes as `du` counts them."""
+        return self._above + sum(shard.nbytes for shard in list(self.shards.values()))
+
+    @property
+    def num_entries(self) -> int:
+        return sum(len(shard.entries) for shard in list(self.shards.values()))
+
+    def shard(self, identity: bytes, namespace: bytes, parent: bytes) -> Shard:
+        """Return the folder of a block's children, as it is known; it need not exist."""
+        place = f"{identity.hex()}/{namespace.hex()}/{parent[:1].hex()}"
+        with self.lock:
+            return self._shard(place)
+
+    def _shard(self, place: str) -> Shard:
+        shard = self.shards.get(place)
+        if shard is None:
+            shard = self.shards[place] = Shard(f"{self.root}/{place}")
+        return shard
+
+    def add(self, shard: Shard, entry: Entry) -> None:
+        with self.lock:
+            shard.add(entry)
+
+    def remove(self, shard: Shard, entry: Entry) -> None:
+        with self.lock:
+            shard.remove(entry)
+
+    def children(self, shard: Shard, parent: bytes) -> list[Entry]:
+        """Return the main pieces behind `parent`, as they are known."""
+        with self.lock:
+            return list(shard.children.get(parent, ()))
+
+    def refresh(self, shard: Shard) -> None:
+        """Read a folder again if it may have changed. Raises OSError."""
+        with self.lock:
+            now = calls.now()
+            try:
+                found = calls.stat(shard.path)
+            except FileNotFoundError:
+                shard.empty()
+                return
+            if found.st_mtime_ns == shard.stamp and shard.settled:
+                return
+            if len(shard.entries) > _LARGE and 0 <= now - shard.listed_at < _SETTLED_S:
+                return
+            self._read(shard)
+            shard.nbytes += calls.used_bytes(found)
+            shard.stamp, shard.settled = found.st_mtime_ns, now - found.st_mtime > _SETTLED_S
+            shard.listed_at = now
+
+    def refresh_all(self) -> None:
+        """Bring everything up to date. Raises OSError."""
+        above, places = 0, set[str]()
+        for identity in self._folders(""):
+            above += calls.used_bytes(calls.stat(f"{self.root}/{identity}"))
+            for namespace in self._folders(identity):
+                above += self._other_bytes(f"{identity}/{namespace}")
+                places.update(f"{identity}/{namespace}/{name}" for name in self._folders(f"{identity}/{namespace}"))
+            above += sum(self._other_files(identity))
+        above += calls.used_bytes(calls.stat(self.root)) + sum(self._other_files(""))
+        self._above = above
+        for place in places:
+            self.refresh(self._known(place))
+        for place in [place for place in list(self.shards) if place not in places]:
+            with self.lock:
+                self.shards[place].empty()
+
+    def _known(self, place: str) -> Shard:
+        with self.lock:
+            return self._shard(place)
+
+    def _other_bytes(self, place: str) -> int:
+        try:
+            return calls.used_bytes(calls.stat(f"{self.root}/{place}"))
+        except FileNotFoundError:
+            return 0
+
+    def _folders(self, place: str) -> list[str]:
+        """Return the folders of ours below a place: their names are hexadecimal."""
+        try:
+            found = calls.names(f"{self.root}/{place}" if place else self.root)
+        except FileNotFoundError:
+            return []
+        return [name for name in found if len(name) % 2 == 0 and not set(name) - set("0123456789abcdef")]
+
+    def _other_files(self, place: str) -> Iterator[int]:
+        path = f"{self.root}/{place}" if place else self.root
+        try:
+            found = calls.entries(path)
+        except FileNotFoundError:
+            return
+        for entry in found:
+            try:
+                status = calls.stat_entry(entry)
+            except FileNotFoundError:
+                continue
+            if calls.is_file(status):
+                yield calls.used_bytes(status)
+
+    def _read(self, shard: Shard) -> None:
+        """Make a shard say what its folder holds. Files that were known are not looked at again: they never change."""
+        known = shard.entries
+        shard.empty()  # unsettled, should this be interrupted by an error
+        for found in calls.entries(shard.path):
+            name = Name.parse(found.name)
+            entry = known.get(name.key + b"s" if name.is_side else name.key) if name is not None else None
+            if entry is None:
+                try:
+                    status = calls.stat_entry(found)
+                except FileNotFoundError:
+                    continue
+                if name is None:
+                    self._note_other(shard, found.name, calls.used_bytes(status))
+                    continue
+                entry = Entry(name, calls.used_bytes(status))
+            shard.add(entry)
+
+    def _note_other(self, shard: Shard, name: str, nbytes: int) -> None:
+        shard.nbytes += nbytes
+        stem, suffix = name[:-4], name[-4:]
+        if name.startswith(".tmp-"):
+            shard.temps.append(name)
+        elif suffix in shard.marks:
+            try:
+                shard.marks[suffix].add(bytes.fromhex(stem))
+            except ValueError:
+                return
