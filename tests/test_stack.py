@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiered_cache.defaults import default_stack, set_default_stack
 from tiered_cache.errors import ClosedError, ConfigError
-from tiered_cache.stack import TierStack, default_stack, set_default_stack
+from tiered_cache.stack import TierStack
 from tiered_cache.testing.token_port import NOTHING, TOKEN_NBYTES, TokenPort
 from tiered_cache.tiers import device as device_tier
 from tiered_cache.tiers.device import DeviceTier
@@ -38,7 +39,7 @@ def restore(
     match = stack.match(identity, salt, tokens)
     length = match.usable(limit)
     port = TokenPort(tokens, window)
-    served = stack.fetch(match, length, port)
+    served = stack.fetch(match, length, port).served
     stack.release(match)
     assert port.loaded[:length].tolist() == tokens[:length].tolist()
     assert (port.loaded[length:] == NOTHING).all()

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tiered_cache.defaults import default_stack, set_default_stack
     from tiered_cache.errors import (
         CacheInUseError,
         CapacityError,
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from tiered_cache.hf.cache import TieredCache
     from tiered_cache.hf.generation import disable, enable, uninstall
     from tiered_cache.hf.prefixes import forget, warm
-    from tiered_cache.stack import TierStack, default_stack, set_default_stack
+    from tiered_cache.stack import TierStack
     from tiered_cache.tiers.device import DeviceTier
+    from tiered_cache.tiers.disk import DiskTier
     from tiered_cache.tiers.host import HostTier
     from tiered_cache.usage import MissReason, Stats, TierStats, Usage
 
@@ -36,6 +38,7 @@ __all__ = [
     "ConfigError",
     "CorruptEntryError",
     "DeviceTier",
+    "DiskTier",
     "HostTier",
     "MissReason",
     "Stats",
@@ -63,8 +66,10 @@ _HOMES = {
     "tiered_cache.hf.cache": ("TieredCache",),
     "tiered_cache.hf.generation": ("disable", "enable", "uninstall"),
     "tiered_cache.hf.prefixes": ("forget", "warm"),
-    "tiered_cache.stack": ("TierStack", "default_stack", "set_default_stack"),
+    "tiered_cache.stack": ("TierStack",),
+    "tiered_cache.defaults": ("default_stack", "set_default_stack"),
     "tiered_cache.tiers.device": ("DeviceTier",),
+    "tiered_cache.tiers.disk": ("DiskTier",),
     "tiered_cache.tiers.host": ("HostTier",),
     "tiered_cache.usage": ("MissReason", "Stats", "TierStats", "Usage"),
 }  # fmt: skip

@@ -11,8 +11,13 @@ from typing import Self
 import torch
 
 from tiered_cache.devices.base import Device, Transfer
+from tiered_cache.format import TensorSpec
 from tiered_cache.keys import MAIN, SIDE
 
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip  # as safetensors names them
 _ALIGNMENT = 16  # bytes; lets a piece be viewed in any dtype and be read by vector loads
 
 
@@ -37,6 +42,25 @@ class BlockLayout:
         """Return the size in bytes of a block of `num_tokens` tokens."""
         return sum(_aligned(heads * num_tokens * width * dtype.itemsize) for heads, width, dtype in self.pieces)
 
+    def has_gaps(self, num_tokens: int) -> bool:
+        """Say whether some bytes of a block belong to no tensor."""
+        return any(heads * num_tokens * width * dtype.itemsize % _ALIGNMENT for heads, width, dtype in self.pieces)
+
+    def tensors(self, num_tokens: int) -> list[TensorSpec]:
+        """Return what is in a block of `num_tokens` tokens, gaps included, as safetensors names it."""
+        specs = []
+        start = 0
+        for place, (heads, width, dtype) in enumerate(self.pieces):
+            stop = start + heads * num_tokens * width * dtype.itemsize
+            name = f"{place // 2}.{'values' if place % 2 else 'keys'}"
+            known = dtype in _DTYPES
+            shape = (heads, num_tokens, width) if known else (stop - start,)
+            specs.append(TensorSpec(name, _DTYPES[dtype] if known else "U8", shape, start, stop))
+            start = start + _aligned(stop - start)
+            if start > stop:
+                specs.append(TensorSpec(f"{name}.padding", "U8", (start - stop,), stop, start))
+        return specs
+
     def views(self, flat: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
         """Return views into a flat block of `num_tokens` tokens: K and V `[H, num_tokens, D]` of each layer in turn."""
         views = []
@@ -59,6 +83,14 @@ class SequenceLayout:
     main: BlockLayout
     side: BlockLayout
     window: int
+
+    def nbytes(self, kind: str, num_tokens: int) -> int:
+        """Return the size in bytes of a piece of `num_tokens` tokens."""
+        return (self.side if kind == SIDE else self.main).nbytes(num_tokens)
+
+    def tensors(self, kind: str, num_tokens: int) -> list[TensorSpec]:
+        """Return what is in such a piece, gaps included, as safetensors names it."""
+        return (self.side if kind == SIDE else self.main).tensors(num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +149,26 @@ class SequencePort:
 
     def save(self, kind: str, start: int, num_tokens: int, buffers: Sequence[torch.Tensor]) -> Transfer:
         staged = self._device.stage(buffers)
+        if self._layouts[kind].has_gaps(num_tokens):
+            staged.zero_()  # what was in memory before must not get into a file
         row = self._rows.start
         for view, tensor in self._pairs(kind, staged, num_tokens):
             view.copy_(tensor[row, :, self._places(kind, start, num_tokens)])
         return self._device.store(staged, buffers)
 
-    def load(self, kind: str, start: int, num_tokens: int, buffer: torch.Tensor, block_tokens: int) -> Transfer:
-        transfer = self._reads.get(id(buffer)) or self._device.fetch(buffer)  # held, so no other buffer has its id
-        if self._shares_reads:
+    @property
+    def staging(self) -> str:
+        return type(self._device).__name__
+
+    def view(self, buffer: torch.Tensor) -> memoryview:
+        return buffer.numpy().data
+
+    def load(
+        self, kind: str, start: int, num_tokens: int, buffer: torch.Tensor, block_tokens: int, *, once: bool = False
+    ) -> Transfer:
+        transfer = None if once else self._reads.get(id(buffer))  # held, so no other buffer has its id
+        transfer = transfer or self._device.fetch(buffer)
+        if self._shares_reads and not once:
             self._reads[id(buffer)] = transfer
         for view, tensor in self._pairs(kind, transfer.target(), block_tokens):
             tensor[self._rows, :, self._places(kind, start, num_tokens)] = view[:, :num_tokens]

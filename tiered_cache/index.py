@@ -5,10 +5,11 @@ is evicted is decided by the stack and its policies. Not thread-safe by itself: 
 """
 
 import bisect
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tiered_cache.format import Layout
 from tiered_cache.keys import MAIN, TOKEN_NBYTES, common_tokens, root_key
 
 
@@ -39,7 +40,7 @@ class Root(Node):
 
     __slots__ = ("holds", "identity", "layout", "window")
 
-    def __init__(self, key: bytes, identity: bytes, layout: Hashable, window: int) -> None:
+    def __init__(self, key: bytes, identity: bytes, layout: Layout, window: int) -> None:
         super().__init__(key)
         self.identity = identity
         self.layout = layout  # how the bytes of its blocks are laid out; opaque here, equal for all of them
@@ -48,9 +49,13 @@ class Root(Node):
 
 
 class Piece:
-    """One part of a block's K/V that rests in tiers by itself, `nbytes` large. `copies`: tier name -> its buffer."""
+    """One part of a block's K/V that rests in tiers by itself, `nbytes` large.
 
-    __slots__ = ("block", "copies", "key", "kind", "nbytes")
+    `copies`: tier name -> its buffer, of tiers in memory. `saved_at`: when it was last known to be on disk, as
+    `time.monotonic()` counts; 0 if never. `is_queued`: it is on its way there.
+    """
+
+    __slots__ = ("block", "copies", "is_queued", "key", "kind", "nbytes", "saved_at")
 
     def __init__(self, block: "Block", kind: str, nbytes: int) -> None:
         self.block = block
@@ -58,6 +63,13 @@ class Piece:
         self.key = block.key if kind == MAIN else block.key + kind.encode()
         self.nbytes = nbytes
         self.copies: dict[str, Any] = {}
+        self.saved_at = 0.0
+        self.is_queued = False
+
+    @property
+    def is_safe(self) -> bool:
+        """Say whether it is on disk, or on its way there."""
+        return self.is_queued or self.saved_at > 0
 
 
 class Block(Node):
@@ -65,9 +77,11 @@ class Block(Node):
 
     `pieces` are those stored, by kind; a linked block has its main piece. `holds` counts who is reading it: of a held
     block nothing is evicted. `linked` turns False when it leaves the tree; its bytes live on until the last hold is released.
+    `expires_at`: seconds since 1970, from when on it is not used; a commit sets it. `pinned_bytes`: what it counts among
+    what is pinned, that is, not evicted while memory is all that holds it; 0 if it is not.
     """
 
-    __slots__ = ("holds", "linked", "parent", "pieces", "tokens")
+    __slots__ = ("expires_at", "holds", "linked", "parent", "pieces", "pinned_bytes", "tokens")
 
     def __init__(self, key: bytes, parent: Node, tokens: bytes) -> None:
         super().__init__(key)
@@ -76,6 +90,8 @@ class Block(Node):
         self.pieces: dict[str, Piece] = {}
         self.holds = 0
         self.linked = False
+        self.expires_at = 0.0
+        self.pinned_bytes = 0
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +119,7 @@ class PrefixIndex:
         """Return the root of all that is stored for an identity and salt."""
         return self.roots.get(root_key(identity, self.namespace, salt, self.block_tokens))
 
-    def root(self, identity: bytes, salt: bytes, layout: Hashable, window: int) -> Root:
+    def root(self, identity: bytes, salt: bytes, layout: Layout, window: int) -> Root:
         """Return the root for an identity and salt, a new one if need be, for blocks of `layout`."""
         key = root_key(identity, self.namespace, salt, self.block_tokens)
         root = self.roots.setdefault(key, Root(key, identity, layout, window))
@@ -111,16 +127,16 @@ class PrefixIndex:
             raise RuntimeError(f"K/V of one identity came in two layouts: {root.layout} and {layout}")
         return root
 
-    def match(self, root: Root, tokens: bytes) -> list[Part]:
+    def match(self, root: Root, tokens: bytes, now: float) -> list[Part]:
         """Return the longest stored prefix of `tokens` as parts, the last of which may be used only in part.
 
-        Compares the token ids themselves, all of them.
+        Compares the token ids themselves, all of them. What expired before `now` (seconds since 1970) ends it.
         """
         parts: list[Part] = []
         node: Node = root
         for chunk in self.chunks(tokens):
             child, shared = node.closest_child(chunk)
-            if child is None:
+            if child is None or child.expires_at <= now:
                 break
             parts.append(Part(child, shared))
             if shared < self.block_tokens:

@@ -4,11 +4,15 @@ Owns the rules between index and budgets. Refuses to own locks and copies: the s
 buffers that are complete.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from tiered_cache.index import Block, Node, Piece, PrefixIndex, Root
 from tiered_cache.keys import MAIN, SIDE, TOKEN_NBYTES
 from tiered_cache.tiers.base import Buffer, MemoryTier
+
+PINNED_SHARE = 0.5  # of the slowest tier in memory may be pinned
 
 
 class Inventory:
@@ -22,6 +26,7 @@ class Inventory:
         self.index = index
         self.tiers = tiers
         self.pieces: dict[bytes, Piece] = {}
+        self._pinned_bytes = 0
 
     # --- room -------------------------------------------------------------------------------------------------------
 
@@ -48,13 +53,15 @@ class Inventory:
             self._remove_copy(piece, tier)
             tier.evicted_pieces += 1
             if piece.kind == MAIN and not piece.copies:
-                self.index.unlink(piece.block)
+                self._unlink(piece.block)
         return True
 
     def _evictable(self, piece: Piece, tier: MemoryTier, victims: dict[bytes, Piece]) -> list[Piece]:
         """Return what goes from `tier` if `piece` does, besides `victims`; nothing if it must stay."""
         block = piece.block
         if block.holds or piece.key in victims:
+            return []
+        if block.pinned_bytes and len(piece.copies) == 1 and not piece.saved_at:
             return []
         if piece.kind == SIDE or len(piece.copies) > 1:
             return [piece]
@@ -97,7 +104,7 @@ class Inventory:
 
     def discard(self, block: Block) -> None:
         """Take a block, whose children are gone, out of the tree. Its bytes go now, or with its last hold."""
-        self.index.unlink(block)
+        self._unlink(block)
         for piece in block.pieces.values():
             del self.pieces[piece.key]
             for tier in self.tiers:
@@ -129,6 +136,20 @@ class Inventory:
                 for tier in self.tiers:
                     if block.linked and piece is not None and tier.name in piece.copies:
                         tier.policy.touch(piece.key)
+
+    def let_stay(self, block: Block, ttl_s: float | None, pin: bool) -> None:
+        """Note how long a block is to stay: the longest of what was ever asked for; pinned while there is room for pins."""
+        block.expires_at = max(block.expires_at, math.inf if ttl_s is None else time.time() + ttl_s)
+        if pin and block.linked and not block.pinned_bytes:
+            nbytes = sum(piece.nbytes for piece in block.pieces.values())
+            if self._pinned_bytes + nbytes <= self.tiers[-1].capacity_bytes * PINNED_SHARE:
+                block.pinned_bytes = nbytes
+                self._pinned_bytes += nbytes
+
+    def _unlink(self, block: Block) -> None:
+        self.index.unlink(block)
+        self._pinned_bytes -= block.pinned_bytes
+        block.pinned_bytes = 0
 
     def hold(self, blocks: Iterable[Block]) -> None:
         """Keep blocks from being evicted until `unhold`."""

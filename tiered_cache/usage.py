@@ -57,13 +57,16 @@ class Usage:
 class TierStats:
     """One tier: pieces of blocks and bytes it holds now, and how many pieces were evicted from it so far.
 
-    A block is one piece, or two where the model has sliding-window layers.
+    A block is one piece, or two where the model has sliding-window layers. On disk `corrupt_pieces` failed their checks
+    and were removed, and `failures` of the operating system were survived.
     """
 
     pieces: int
     used_bytes: int
     capacity_bytes: int
     evicted_pieces: int
+    corrupt_pieces: int = 0
+    failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,8 @@ class Stats:
             lines.append(
                 f"  {name}: {format_bytes(tier.used_bytes)} of {format_bytes(tier.capacity_bytes)} in {tier.pieces:,} "
                 f"pieces, {tier.evicted_pieces:,} evicted"
+                f"{f', {tier.corrupt_pieces:,} damaged' if tier.corrupt_pieces else ''}"
+                f"{f', {tier.failures:,} failures' if tier.failures else ''}"
             )
         if self.miss_reasons:
             lines.append("  misses: " + ", ".join(f"{name} {count:,}" for name, count in self.miss_reasons.items()))

@@ -334,7 +334,7 @@ def stored(stack: TierStack, ids: torch.Tensor) -> int:
     from tiered_cache.keys import encode_tokens
 
     tokens = encode_tokens(ids[0].numpy())
-    found = [sum(part.num_tokens for part in stack._index.match(root, tokens)) for root in stack._index.roots.values()]
+    found = [sum(part.num_tokens for part in stack._index.match(root, tokens, 0.0)) for root in stack._index.roots.values()]
     return min(max(found, default=0), ids.shape[1] - 1)
 
 

@@ -8,7 +8,7 @@ import tiered_cache
 from tests.hf.harness import check, new_stack, run
 from tests.hf.models import prompt, tiny
 from tiered_cache import MissReason, TieredCache, TierStack, Usage, forget, warm
-from tiered_cache.hf import prefixes
+from tiered_cache.hf import compat, prefixes
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_warming_shows_progress(
     monkeypatch.setattr(prefixes, "CHUNK_TOKENS", 10)
     warm(tiny(), prompt(45), stack=stack)
     assert "Warming" not in capsys.readouterr().err
-    monkeypatch.setattr(prefixes, "BAR_DELAY_S", 0.0)
+    monkeypatch.setattr(compat, "BAR_DELAY_S", 0.0)
     (enable_progress_bar if bars else disable_progress_bar)()
     try:
         warm(tiny(), prompt(45, seed=1), stack=stack)

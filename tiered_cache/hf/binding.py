@@ -6,7 +6,9 @@ Refuses to own what the cache held before and which tokens its columns hold (cac
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +21,22 @@ from tiered_cache.hf import compat, identity
 from tiered_cache.hf.columns import Columns
 from tiered_cache.hf.explain import Refusal
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
+from tiered_cache.hf.shapes import expected_layouts
 from tiered_cache.keys import MAIN, SIDE
-from tiered_cache.stack import Match, TierStack
+from tiered_cache.matching import Match
+from tiered_cache.movement import SharedReads
+from tiered_cache.stack import TierStack
+from tiered_cache.tiers.disk import Stay
 from tiered_cache.usage import MissReason
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load brought: `columns` of every row, tokens by tier, and the matches without what could not be had."""
+
+    columns: int
+    served: dict[str, int]
+    matches: list[Match]
 
 
 class Binding:
@@ -33,10 +48,12 @@ class Binding:
         refusal: why nothing may be reused, or None.
     """
 
-    def __init__(self, model: PreTrainedModel, stack: TierStack, salt: bytes) -> None:
+    def __init__(self, model: PreTrainedModel, stack: TierStack, salt: bytes, stay: Stay) -> None:
         self._model = weakref.ref(model)
         self._stack = stack
         self._salt = salt
+        self._stay = stay
+        self._reused = 0  # columns that came from the stack
         self.layers = self.fresh_layers()
         self.identity: bytes | None = None
         self._fingerprint: identity.Fingerprint | None = None
@@ -85,10 +102,15 @@ class Binding:
             by_hand: the prompt is fed by a loop of the user's, and positions are as it says (see `_salt_of`).
         """
         assert self.identity is not None
+        assert self._fingerprint is not None
+        shapes: list[tuple[SequenceLayout, int]] = []
+        if self._stack.disk is not None and self._fingerprint.is_portable:
+            shapes = [(layout, layout.window) for layout in expected_layouts(self.model, self.layers)]
         matches: list[Match] = []
         try:
             for row in range(prompt.rows):
-                matches.append(self._stack.match(self.identity, self._salt_of(prompt, row, by_hand), prompt.row(row)))
+                salt = self._salt_of(prompt, row, by_hand)
+                matches.append(self._stack.match(self.identity, salt, prompt.row(row), shapes))
         except BaseException:
             self.release(matches)
             raise
@@ -112,11 +134,14 @@ class Binding:
             columns = min(reach)
         return 0
 
-    def load(self, prompt: Columns, expand: int, matches: Sequence[Match], columns: int) -> dict[str, int]:
-        """Copy the first `columns` columns of every row, `expand` times, to fresh layers; return tokens by tier."""
-        root = next(match.root for match in matches if match.root is not None)
-        assert isinstance(root.layout, SequenceLayout)
-        layout, window = root.layout, root.window
+    def load(self, prompt: Columns, expand: int, matches: Sequence[Match], columns: int) -> Loaded:
+        """Copy the first `columns` columns of every row, `expand` times, to fresh layers.
+
+        Where a disk lets it down, the layers hold fewer; where they would not be complete, none: try again with what is left.
+        """
+        layout = next(match.layout for match in matches if match.layout is not None)
+        assert isinstance(layout, SequenceLayout)
+        window = layout.window
         device = layout.main.device
         layers = self.fresh_layers()
         batch = prompt.rows * expand
@@ -130,22 +155,36 @@ class Binding:
             slid.allocate(batch, columns, origin, keys, values, device)
             slid.valid_from = tuple(column for column in first for _ in range(expand))
         strips = _strips(layers)
-        served: dict[str, int] = {}
         reads: dict[int, Transfer] | None = {} if prompt.rows > 1 else None
+        shared = _read_by_several(matches)
+        reached, is_complete = columns, True
+        served_by_row: list[dict[str, int]] = []
+        left = list(matches)
         for row, (pad, match) in enumerate(zip(prompt.pads, matches, strict=True)):
             rows = slice(row * expand, (row + 1) * expand)
             # Pads are masked, and so is what lies before the window; but what is masked must still be a number.
             for kind, start in ((MAIN, pad), (SIDE, first[row])):
                 for tensor in strips[kind].tensors if start > strips[kind].origin else ():
                     tensor[rows, :, : start - strips[kind].origin] = 0
-            if columns > pad:
+            served_by_row.append({})
+            if reached > pad:
                 port = SequencePort(layout, strips, rows, pad, device_for(device), reads=reads)
-                for tier, tokens in self._stack.fetch(match, columns - pad, port).items():
-                    served[tier] = served.get(tier, 0) + tokens
+                fetched = self._stack.fetch(match, reached - pad, port, shared)
+                left[row], served_by_row[row] = fetched.match, fetched.served
+                is_complete &= fetched.is_complete
+                reached = min(reached, pad + fetched.num_tokens)
+        if not is_complete and (window or reached <= min(prompt.pads)):
+            return Loaded(0, {}, left)
         for slid in side_layers(layers):
             slid.settle()
-        self.layers = layers
-        return served
+        for layer in layers if reached < columns else ():
+            layer.truncate(reached)
+        self.layers, self._reused = layers, reached
+        served: dict[str, int] = {}
+        for pad, by_tier in zip(prompt.pads, served_by_row, strict=True):
+            for tier, tokens in _first(by_tier, reached - pad).items():
+                served[tier] = served.get(tier, 0) + tokens
+        return Loaded(reached, served, left)
 
     def store(self, columns: Columns, rows: Sequence[int], stops: Sequence[int], by_hand: bool) -> int:
         """Store `rows` of the layers' K/V, each up to its column `stop`; return how many tokens are new."""
@@ -169,7 +208,15 @@ class Binding:
                     device_for(layout.main.device),
                     side_from=max([strips[SIDE].origin, *(slid.valid_from[row] for slid in side if slid.valid_from)]),
                 )
-                created += self._stack.commit(self.identity, self._salt_of(columns, row, by_hand), tokens, port)
+                created += self._stack.commit(
+                    self.identity,
+                    self._salt_of(columns, row, by_hand),
+                    tokens,
+                    port,
+                    reused=max(0, self._reused - columns.pads[row]),
+                    stay=self._stay,
+                    about=identity.describe(self.model) if self._fingerprint.is_portable else None,
+                )
         for slid in side:  # stored, or never to be: the last window is what a later call may need
             slid.drop_captured(columns.length - layout.window - self._stack.block_tokens)
         return created
@@ -219,6 +266,22 @@ class Binding:
         if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
             return Refusal(MissReason.UNSUPPORTED_LAYERS, "the model is spread over several devices")
         return None
+
+
+def _read_by_several(matches: Sequence[Match]) -> SharedReads:
+    """Return the pieces on disk that several rows need."""
+    count = Counter(block.key for match in matches for block in match.stored)
+    return {(key, kind): None for key, rows in count.items() if rows > 1 for kind in (MAIN, SIDE)}
+
+
+def _first(by_tier: dict[str, int], num_tokens: int) -> dict[str, int]:
+    """Return how many of the first `num_tokens` tokens came from which tier; a sequence goes on in slower ones."""
+    first = {}
+    for tier, tokens in by_tier.items():
+        if num_tokens > 0:
+            first[tier] = min(tokens, num_tokens)
+            num_tokens -= tokens
+    return first
 
 
 def full_layers(layers: Sequence[Any]) -> list[GrowableLayer]:

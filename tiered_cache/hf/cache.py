@@ -6,6 +6,7 @@ to own when that happens in a generate() call (session) and the way to and from 
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from tiered_cache.defaults import default_stack
 from tiered_cache.errors import CacheInUseError, ConfigError, TieredCacheError
 from tiered_cache.hf import compat
 from tiered_cache.hf.binding import Binding
@@ -22,7 +24,8 @@ from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.explain import Refusal, describe
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
 from tiered_cache.interrupts import uninterrupted
-from tiered_cache.stack import TierStack, check_stack, default_stack
+from tiered_cache.stack import TierStack, check_stack
+from tiered_cache.tiers.disk import Stay
 from tiered_cache.usage import MissReason, Usage
 
 logger = logging.getLogger(__name__)
@@ -62,12 +65,14 @@ class TieredCache(DynamicCache):
     Args:
         stack: where K/V are kept between calls; the default stack if None.
         salt: str or bytes; what is stored under one salt is never found under another.
+        ttl: seconds for which what its calls store may be reused; None: until it is evicted.
+        pin: whether what its calls store is kept when others are evicted, up to half of a tier's capacity.
 
     Attributes:
         usage: token counts of the last generate() or restore().
 
     Raises:
-        ConfigError: `stack` is no TierStack, or `salt` is neither str nor bytes.
+        ConfigError: `stack` is no TierStack, or another argument is of the wrong kind.
         ClosedError: `stack` is closed.
     """
 
@@ -78,9 +83,17 @@ class TieredCache(DynamicCache):
 
     layers: list[Any]
 
-    def __init__(self, stack: TierStack | None = None, *, salt: str | bytes | None = None) -> None:
+    def __init__(
+        self,
+        stack: TierStack | None = None,
+        *,
+        salt: str | bytes | None = None,
+        ttl: float | None = None,
+        pin: bool = False,
+    ) -> None:
         if salt is not None and not isinstance(salt, str | bytes):
             raise ConfigError(f"TieredCache(salt=...) must be a str or bytes, not {type(salt).__name__}.")
+        self._stay = check_stay(ttl, pin, "TieredCache")
         type(self).install_hooks()
         super().__init__()
         self.layer_class_to_replicate = GrowableLayer
@@ -172,7 +185,7 @@ class TieredCache(DynamicCache):
 
     def bind(self, model: PreTrainedModel) -> Refusal | None:
         """Make fresh layers for `model`; return why nothing may be reused with it, or None."""
-        self._binding = Binding(model, self.stack, self._salt)
+        self._binding = Binding(model, self.stack, self._salt, self._stay)
         self.layers, self.columns = self._binding.layers, None
         self._by_hand, self._fed = False, None
         return self._binding.refusal
@@ -332,20 +345,24 @@ class TieredCache(DynamicCache):
         matches = binding.match(prompt, self._by_hand)
         try:
             reach = [pad + match.num_tokens for pad, match in zip(prompt.pads, matches, strict=True)]
-            stored = binding.usable(prompt, matches, limit)
             columns, served = 0, dict[str, int]()
-            if kept and kept >= stored:
+            while columns == 0 and (stored := binding.usable(prompt, matches, limit)) > kept:
+                if not any(match.stored for match in matches):  # nothing can fail any more
+                    resident.layers.clear()  # not needed any more: frees their memory before more is taken
+                loaded = binding.load(prompt, expand, matches, stored)
+                columns, served, matches = loaded.columns, loaded.served, loaded.matches
+            if kept > columns:
                 columns, served = kept, {"resident": sum(max(0, kept - pad) for pad in prompt.pads)}
                 binding.layers = resident.layers
                 for layer in resident.layers:
                     layer.truncate(kept)
-            elif stored:
-                resident.layers.clear()  # not needed any more: frees their memory before more is taken
-                columns, served = stored, binding.load(prompt, expand, matches, stored)
         finally:
             binding.release(matches)
         if columns == limit:
             return columns, served, None
+        for trouble, why in _TROUBLES.items():
+            if any(match.trouble is trouble for match in matches):
+                return columns, served, Refusal(trouble, why)
         shortest = min(reach)
         if any(match.num_tokens > max(0, shortest - pad) for pad, match in zip(prompt.pads, matches, strict=True)):
             why = "one row of the batch shares less with what is stored than others do"
@@ -354,6 +371,22 @@ class TieredCache(DynamicCache):
             why = "more of this prompt is stored, but not all that its sliding-window layers need before that point"
             return columns, served, Refusal(MissReason.NOT_STORED, why)
         return columns, served, Refusal(MissReason.NOT_STORED, "no more of this prompt is stored")
+
+
+_TROUBLES = {
+    MissReason.CORRUPT: "a stored block was damaged; it was removed",
+    MissReason.DEADLINE: "the disk tier did not answer in time",
+    MissReason.TIER_ERROR: "the disk tier failed",
+}
+
+
+def check_stay(ttl: float | None, pin: bool, caller: str) -> Stay:
+    """Return how long something is to stay. Raises ConfigError naming the argument."""
+    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < math.inf):
+        raise ConfigError(f"{caller}(ttl={ttl!r}) must be a positive number of seconds, or None: until it is evicted.")
+    if not isinstance(pin, bool):
+        raise ConfigError(f"{caller}(pin={pin!r}) must be True or False.")
+    return Stay(ttl, pin)
 
 
 def num_columns(layers: Sequence[Any]) -> int:

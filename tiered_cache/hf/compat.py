@@ -12,7 +12,9 @@ from packaging.version import Version  # a dependency of transformers
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils import logging
 
+from tiered_cache import progress
 from tiered_cache.errors import UnsupportedModelError
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
 
@@ -44,6 +46,8 @@ PLAIN_MODEL_ARGUMENTS = frozenset(
     {CACHE_ARGUMENT, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
 )
 OUTPUT_ARGUMENTS = ("output_attentions", "output_hidden_states")
+
+BAR_DELAY_S = 1.0  # before that no progress bar is shown
 
 _GENERATE_ARGUMENTS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
 
@@ -79,6 +83,16 @@ def cache_layers(config: PreTrainedConfig, max_captured_nbytes: int) -> list[Any
         else layer
         for layer, slides in zip(layers, sliding, strict=True)
     ]  # fmt: skip
+
+
+def progress_bar(total: int, what: str, unit: str) -> Any:
+    """Return transformers' own bar, shown after a second, not at all where transformers' progress bars are off."""
+    return logging.tqdm(
+        total=total, desc=what, unit=unit, unit_scale=unit == "B", unit_divisor=1024, delay=BAR_DELAY_S, leave=False
+    )
+
+
+progress.show = progress_bar
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 
+from tiered_cache.defaults import default_stack
 from tiered_cache.errors import ConfigError
 from tiered_cache.hf import compat
 from tiered_cache.hf.cache import TieredCache
 from tiered_cache.hf.columns import count_tokens
 from tiered_cache.hf.explain import Refusal
 from tiered_cache.hf.session import Session
-from tiered_cache.stack import TierStack, check_stack, default_stack
+from tiered_cache.stack import TierStack, check_stack
 from tiered_cache.usage import MissReason
 
 _MARK = "_tiered_cache_hook"

@@ -46,7 +46,12 @@ class Fingerprint:
 
     digest: bytes
     glance: tuple[Facts, ...]
-    state: tuple[object, ...]
+    state: tuple[tuple[object, ...], ...]
+
+    @property
+    def is_portable(self) -> bool:
+        """Say whether it means the same in every process: hooks and replaced functions are known by numbers of this one."""
+        return not any(replaced for _, _, _, replaced, _ in self.state)
 
 
 @dataclass(slots=True)
@@ -57,7 +62,7 @@ class _Memory:
     weights: bytes = b""
     read: dict[object, tuple[Facts, bytes]] = field(default_factory=dict)
     changes: int = 0  # calls in a row that found weights rewritten
-    state: tuple[object, ...] = ()
+    state: tuple[tuple[object, ...], ...] = ()
     state_text: str = ""
 
     def read_again(self, seen: tuple[Facts, ...], tensors: dict[str, torch.Tensor], still: bool) -> bool:
@@ -110,6 +115,20 @@ def is_unchanged(model: PreTrainedModel, since: Fingerprint) -> bool:
         return _glance(tensors) == since.glance
     written = [(name, tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()]
     return written == [facts[:3] for facts in since.glance] and tuple(_module_state(modules)) == since.state
+
+
+def describe(model: PreTrainedModel) -> dict[str, object]:
+    """Return what a model is, in words, for people who look at what is stored."""
+    return {
+        "class": type(model).__name__,
+        "name": getattr(model.config, "_name_or_path", "") or None,
+        "model_type": model.config.model_type,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype),
+        "device": next(model.parameters()).device.type,
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "transformers": transformers.__version__,
+    }
 
 
 def forget(model: PreTrainedModel) -> None:

@@ -2,24 +2,34 @@
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils.logging import tqdm  # silent where transformers' progress bars are off
 
+from tiered_cache import progress
+from tiered_cache.defaults import default_stack
 from tiered_cache.hf import compat, identity
-from tiered_cache.hf.cache import TieredCache
-from tiered_cache.stack import TierStack, check_stack, default_stack
+from tiered_cache.hf.cache import TieredCache, check_stay
+from tiered_cache.stack import TierStack, check_stack
 from tiered_cache.usage import Usage
 
 CHUNK_TOKENS = 512  # computed at a time by warm(), between two moves of its progress bar
-BAR_DELAY_S = 1.0  # before that no bar is shown
 
 
-def warm(model: PreTrainedModel, input_ids: torch.Tensor, *, stack: TierStack | None = None) -> Usage:
+def warm(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    stack: TierStack | None = None,
+    ttl: float | None = None,
+    pin: bool = False,
+) -> Usage:
     """Compute and keep the K/V of `input_ids` `[B, T]` ahead of time, as far as they are not kept yet.
+
+    Returns when they are in all tiers, on disk too if there is one.
 
     Args:
         model: the model that will generate.
         input_ids: token ids on any device, no pads.
         stack: where to keep them; the default stack if None.
+        ttl, pin: how long to keep them, as for TieredCache.
 
     Returns:
         What was found, computed and stored.
@@ -27,18 +37,20 @@ def warm(model: PreTrainedModel, input_ids: torch.Tensor, *, stack: TierStack | 
     Raises:
         ConfigError, ClosedError: an argument is wrong.
     """
-    cache, inner = TieredCache(stack), compat.inner_model(model)
+    check_stay(ttl, pin, "warm")
+    cache, inner = TieredCache(stack, ttl=ttl, pin=pin), compat.inner_model(model)
     options = {compat.CACHE_ARGUMENT: cache, "use_cache": True}
     if inner._supports_logits_to_keep():
         options["logits_to_keep"] = 1
     with torch.no_grad():
         start = cache.restore(model, input_ids)
         left = input_ids[:, start:].to(inner.device)
-        with tqdm(total=left.shape[1], desc="Warming", unit=" tokens", delay=BAR_DELAY_S, leave=False) as bar:
+        with progress.show(left.shape[1], "Warming", " tokens") as bar:
             for chunk in torch.split(left, CHUNK_TOKENS, dim=1):
                 inner(chunk, **options)
                 bar.update(chunk.shape[1])
         cache.commit(input_ids)
+    cache.stack.flush()
     return cache.usage
 
 

@@ -1,14 +1,27 @@
 """A BlockPort without torch: a token's "K/V" is the token itself, so that what is restored can be told from its value."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from tiered_cache.format import TensorSpec
 from tiered_cache.keys import MAIN
 from tiered_cache.tiers.base import Transfer
 
 TOKEN_NBYTES = 8
 NOTHING = -(1 << 40)  # in memory that nobody wrote
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLayout:
+    """How a piece of a `TokenPort` is laid out."""
+
+    def nbytes(self, kind: str, num_tokens: int) -> int:
+        return num_tokens * TOKEN_NBYTES
+
+    def tensors(self, kind: str, num_tokens: int) -> list[TensorSpec]:
+        return [TensorSpec("tokens", "I64", (num_tokens,), 0, num_tokens * TOKEN_NBYTES)]
 
 
 class Complete:
@@ -29,7 +42,8 @@ class TokenPort:
         side_from: the first token whose side K/V the layers still hold.
     """
 
-    layout: Hashable = "tokens"
+    layout = TokenLayout()
+    staging = "tokens"
 
     def __init__(self, tokens: np.ndarray, window: int = 0, side_from: int = 0) -> None:
         self.tokens = tokens.astype(np.int64)
@@ -53,8 +67,13 @@ class TokenPort:
             buffer[:] = self._sign(kind) * self.tokens[start : start + num_tokens]
         return Complete()
 
-    def load(self, kind: str, start: int, num_tokens: int, buffer: np.ndarray, block_tokens: int) -> Transfer:
-        assert len(buffer) == block_tokens
+    def view(self, buffer: np.ndarray) -> memoryview:
+        return buffer.data.cast("B")
+
+    def load(
+        self, kind: str, start: int, num_tokens: int, buffer: np.ndarray, block_tokens: int, *, once: bool = False
+    ) -> Transfer:
+        assert len(buffer) == block_tokens or (once and len(buffer) > block_tokens)
         loaded = self.loaded if kind == MAIN else self.loaded_side
         loaded[start : start + num_tokens] = self._sign(kind) * buffer[:num_tokens]
         return Complete()

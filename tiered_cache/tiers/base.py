@@ -4,10 +4,11 @@ Owns budgets and their accounting. Refuses to own copying (devices, behind `Bloc
 """
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 from tiered_cache.errors import ConfigError
+from tiered_cache.format import Layout
 from tiered_cache.policies.eviction import LRU, EvictionPolicy
 from tiered_cache.usage import format_bytes
 
@@ -31,8 +32,12 @@ class BlockPort(Protocol):
     """
 
     @property
-    def layout(self) -> Hashable:
+    def layout(self) -> Layout:
         """How a block's bytes are laid out. Blocks go only to a port of the layout they came from."""
+
+    @property
+    def staging(self) -> str:
+        """What host buffers this port allocates: those of ports that say the same may be used in each other's place."""
 
     @property
     def window(self) -> int:
@@ -50,8 +55,16 @@ class BlockPort(Protocol):
     def save(self, kind: str, start: int, num_tokens: int, buffers: Sequence[Buffer]) -> Transfer:
         """Start to copy tokens `start : start + num_tokens` from the layers to every one of `buffers`."""
 
-    def load(self, kind: str, start: int, num_tokens: int, buffer: Buffer, block_tokens: int) -> Transfer:
-        """Start to copy the first `num_tokens` of a piece of `block_tokens` tokens in `buffer` to the layers at `start`."""
+    def view(self, buffer: Buffer) -> memoryview:
+        """Return the bytes of a host buffer, writable."""
+
+    def load(
+        self, kind: str, start: int, num_tokens: int, buffer: Buffer, block_tokens: int, *, once: bool = False
+    ) -> Transfer:
+        """Start to copy the first `num_tokens` of a piece of `block_tokens` tokens in `buffer` to the layers at `start`.
+
+        `once`: the buffer holds something else afterwards.
+        """
 
     def copy(self, source: Buffer, target: Buffer) -> Transfer:
         """Start to copy a whole buffer to one of the same size in another memory."""

@@ -3,6 +3,7 @@
 Owns lookups by name and by first tokens, and the check of every byte that leaves the directory. Refuses to own writing (tier).
 """
 
+import functools
 import hashlib
 import os
 import threading
@@ -54,6 +55,11 @@ class Branch:
     window: int
 
     @property
+    def folder(self) -> bytes:
+        """Return the identity with a digest of the layout: what is laid out otherwise lies elsewhere, and is never met."""
+        return self.identity + _layout_digest(self.layout, self.window)
+
+    @property
     def namespace_digest(self) -> bytes:
         return namespace_digest(self.namespace)
 
@@ -63,7 +69,7 @@ class Branch:
 
     def shard(self, listing: Listing, parent: bytes) -> Shard:
         """Return the folder of a block's children."""
-        return listing.shard(self.identity, self.namespace_digest, parent)
+        return listing.shard(self.folder, self.namespace_digest, parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +251,12 @@ class Finder:
         """Forget what was read of headers."""
         with self._tokens_lock:
             self._tokens.clear()
+
+
+@functools.lru_cache(maxsize=64)
+def _layout_digest(layout: Layout, window: int) -> bytes:
+    tables = [layout.tensors(kind, 1) if kind == MAIN or window else () for kind in (MAIN, SIDE)]
+    return hashlib.sha256(repr([tuple(tables[0]), tuple(tables[1]), window]).encode()).digest()[:8]
 
 
 def namespace_digest(namespace: str) -> bytes:

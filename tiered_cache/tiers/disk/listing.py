@@ -3,7 +3,7 @@
 Owns a copy of the directory, brought up to date by looking at folders' times; the directory itself is the truth, since other
 processes write to it and remove from it. Refuses to own what is in the files and which of them go.
 
-    <root>/<identity>/<namespace>/<first byte of the parent>/<name of the piece>
+    <root>/<identity and layout>/<namespace>/<first byte of the parent>/<name of the piece>
 
 All children of a block lie in one folder, so those that a prompt may share its next tokens with are found with one look.
 Safe to use from several threads; a lock is held while a folder is read, so nobody who may not wait calls this.
@@ -101,9 +101,9 @@ class Listing:
     def num_entries(self) -> int:
         return sum(len(shard.entries) for shard in list(self.shards.values()))
 
-    def shard(self, identity: bytes, namespace: bytes, parent: bytes) -> Shard:
+    def shard(self, model: bytes, namespace: bytes, parent: bytes) -> Shard:
         """Return the folder of a block's children, as it is known; it need not exist."""
-        place = f"{identity.hex()}/{namespace.hex()}/{parent[:1].hex()}"
+        place = f"{model.hex()}/{namespace.hex()}/{parent[:1].hex()}"
         with self.lock:
             return self._shard(place)
 

@@ -69,6 +69,10 @@ class DiskTier:
         self.path = root.open_root(path)
         self.is_taken = False
         self._device = calls.stat(self.path).st_dev
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """Begin without knowing anything of the directory; for a child process, whose locks nobody will ever release."""
         self._listing = Listing(self.path)
         self._finder = Finder(self._listing)
         self._collector = Collector(self._listing, self.capacity_bytes, self.min_free_bytes)
@@ -90,6 +94,10 @@ class DiskTier:
     def corrupt_pieces(self) -> int:
         """Files that were not what they should be, when they were read here."""
         return self._finder.corrupt_pieces
+
+    def has(self, branch: Branch) -> bool:
+        """Say whether anything was ever stored for a model of this layout."""
+        return files.exists(f"{self.path}/{branch.folder.hex()}")
 
     def extend(self, branch: Branch, parent: bytes, tokens: bytes, block_tokens: int) -> list[StoredBlock]:
         """Return the stored blocks that continue a sequence. See `Finder.extend`."""
@@ -127,7 +135,7 @@ class DiskTier:
         name = Name.of(block_key(parent, tokens), parent, tokens, kind == SIDE)
         shard = branch.shard(self._listing, parent)
         path = f"{shard.path}/{name}"
-        written = not self._touch(path, kind)
+        written = not self._touch(path, kind) or self._renew(shard, name, stay)
         if written:
             payload = payload[: spec.payload_nbytes]
             self._collector.make_room(spec.file_nbytes)
@@ -165,10 +173,23 @@ class DiskTier:
             quietly(lambda: calls.set_used(path, now))
         return True
 
+    def _renew(self, shard: Shard, name: Name, stay: Stay) -> bool:
+        """Remove a piece that is to go before it is wanted to; say whether that was so."""
+        try:
+            ends = calls.stat(f"{shard.path}/{name.key.hex()}{TTL}").st_mtime
+        except FileNotFoundError:  # it stays until it is evicted
+            return False
+        if stay.ttl_s is not None and ends > calls.now() + stay.ttl_s / 2:
+            return False
+        entry = shard.find(name.key, name.is_side) or Entry(name, 0)
+        collector.remove(self._listing, shard, entry)
+        files.unlink_if_there(f"{shard.path}/{name.key.hex()}{TTL}")
+        return True
+
     def _folder(self, branch: Branch, shard: Shard, about: Mapping[str, object]) -> str:
         """Make the folder of a shard, and say in words beside it what the identity is."""
-        identity, namespace = branch.identity.hex(), branch.namespace_digest.hex()
-        above = files.make_folders(self.path, identity)
+        namespace = branch.namespace_digest.hex()
+        above = files.make_folders(self.path, branch.folder.hex())
         if not files.exists(f"{above}/{root.MODEL}"):
             words = json.dumps(dict(about), indent=1, sort_keys=True, default=str) + "\n"
             files.publish(above, root.MODEL, [memoryview(words.encode())])
@@ -209,7 +230,7 @@ class DiskTier:
             model, space, _ = place.split("/")
             if namespace is not None and space != namespace_digest(namespace).hex():
                 continue
-            if identity is not None and model != identity.hex():
+            if identity is not None and not model.startswith(identity.hex()):
                 continue
             self._listing.refresh(shard)
             for entry in list(shard.entries.values()):

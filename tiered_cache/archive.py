@@ -1,0 +1,223 @@
+"""The way to and from the disk tier: nobody waits for it longer than a deadline, and nothing it does wrong reaches a caller.
+
+Owns its threads, deadlines, staging buffers and what is said about failures. Refuses to own what is on disk (tiers/disk) and
+what is worth keeping there (stack).
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, TypeVar
+
+from tiered_cache import progress
+from tiered_cache.errors import CorruptEntryError, StoreError
+from tiered_cache.tiers.base import BlockPort, Buffer
+from tiered_cache.tiers.disk import Branch, DiskTier, StoredBlock
+from tiered_cache.tiers.disk.finder import ExpiredEntryError
+from tiered_cache.usage import MissReason, TierStats
+from tiered_cache.workers import Workers
+from tiered_cache.writeback import WriteQueue
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+LOOKUP_S = 1.0  # that a lookup may take, and the first byte of a fetch
+MIN_BYTES_PER_S = 100e6  # that a fetch must bring on top of that
+EXPLICIT_S = 600.0  # that clear() and the like may take
+SHUN_S = 30.0  # for which a disk that missed a deadline is not asked
+LOG_EVERY_S = 60.0
+
+_BAR_STEP_S = 0.1
+_READERS = min(4, os.cpu_count() or 1)
+_MAX_STAGED = _READERS + 2  # buffers under way, or kept for the next fetch
+
+
+class Archive:
+    """The disk tier of one stack, as the stack sees it.
+
+    Args:
+        tier: the directory.
+        queue_bytes: of pieces that may wait to be written.
+    """
+
+    def __init__(self, tier: DiskTier, queue_bytes: int) -> None:
+        self.tier = tier
+        self.failures = 0
+        self.writes = WriteQueue(tier, queue_bytes, self.note)
+        self._workers = Workers(_READERS, "tiered_cache reader")
+        self._shunned_until = 0.0
+        self._logged_at = -LOG_EVERY_S
+        self._staging: list[tuple[str, Buffer]] = []
+        self._staging_lock = threading.Lock()
+
+    def extend(
+        self, branches: Sequence[Branch], parent: bytes, tokens: bytes, block_tokens: int
+    ) -> tuple[Branch, list[StoredBlock], MissReason | None]:
+        """Return what is stored behind a block in the first of `branches` there is, and what kept that from being known.
+
+        See `DiskTier.extend`.
+        """
+        if time.monotonic() < self._shunned_until:
+            return branches[0], [], MissReason.DEADLINE
+
+        def look() -> tuple[Branch, list[StoredBlock]]:
+            branch = next((branch for branch in branches if self.tier.has(branch)), branches[0])
+            return branch, self.tier.extend(branch, parent, tokens, block_tokens)
+
+        try:
+            return *self.result(self._workers.submit(look), LOOKUP_S), None
+        except (OSError, FutureTimeoutError) as error:
+            return branches[0], [], self.reason_of(error)
+
+    def read(self, branch: Branch, block: StoredBlock, kind: str, target: memoryview) -> "Future[None]":
+        """Start to read a piece into `target`, verified. See `DiskTier.read`."""
+        return self._workers.submit(self.tier.read, branch, block, kind, target)
+
+    def result(self, future: "Future[Result]", timeout: float) -> Result:
+        """Return what a thread found. Raises OSError, or FutureTimeoutError: then the disk is left alone for a while."""
+        try:
+            return future.result(max(timeout, 0.0))
+        except FutureTimeoutError:
+            if future.done():  # it was the disk that timed out
+                raise OSError("the disk timed out") from None
+            self._shunned_until = time.monotonic() + SHUN_S
+            self.note(OSError(f"no answer within {timeout:.1f} s; it is not asked for {SHUN_S:.0f} s"))
+            raise
+
+    def reason_of(self, error: Exception) -> MissReason:
+        """Note an error and return the reason for a miss that it is."""
+        if isinstance(error, FutureTimeoutError):
+            return MissReason.DEADLINE
+        if isinstance(error, FileNotFoundError | ExpiredEntryError):  # evicted, cleared or expired meanwhile
+            return MissReason.NOT_STORED
+        if isinstance(error, CorruptEntryError):
+            self._log("a stored block was damaged and is removed (%s); it is computed again", error)
+            return MissReason.CORRUPT
+        if isinstance(error, OSError):
+            self.note(error)
+        return MissReason.TIER_ERROR
+
+    def explicitly(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Do what a user asked for. Raises StoreError where it fails."""
+        future = self._workers.submit(lambda: function(*args, **kwargs))
+        try:
+            return self.result(future, EXPLICIT_S)
+        except (OSError, FutureTimeoutError) as error:
+            raise StoreError(f"{self.tier!r}: {error or 'no answer'}") from error
+
+    def flush(self, timeout: float | None) -> bool:
+        """Wait until what is queued is written, with a progress bar; say whether it is."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        total = left = self.writes.nbytes
+        if self.writes.wait(0):
+            return True
+        with progress.show(total, "Saving", "B") as bar:
+            while deadline is None or time.monotonic() < deadline:
+                if self.writes.wait(_BAR_STEP_S if deadline is None else min(_BAR_STEP_S, max(0, deadline - time.monotonic()))):
+                    return True
+                bar.update(max(0, left - self.writes.nbytes))
+                left = min(left, self.writes.nbytes)
+        return False
+
+    def clear(self, *, namespace: str | None = None, identity: bytes | None = None) -> None:
+        """Remove what is on disk, or a part of it, after what is being written. Raises StoreError."""
+        self.writes.wait_for_current(EXPLICIT_S)
+        self.explicitly(self.tier.clear, namespace=namespace, identity=identity)
+
+    def stats(self) -> TierStats:
+        """Return what is known of the directory."""
+        tier = self.tier
+        return TierStats(
+            tier.num_pieces, tier.used_bytes, tier.capacity_bytes, tier.evicted_pieces, tier.corrupt_pieces, self.failures
+        )
+
+    def note(self, error: OSError) -> None:
+        """Count a failure and say so, at most once a minute."""
+        self.failures += 1
+        self._log("it failed (%s); generate() goes on without it", error)
+
+    def close(self) -> None:
+        """End the threads, when what is queued is written."""
+        self.writes.close()
+        self._workers.close()
+        with self._staging_lock:
+            self._staging.clear()
+
+    def after_fork(self) -> None:
+        """Begin again in a child process, which has none of the threads; what waits to be written is the parent's to write."""
+        self._staging_lock = threading.Lock()
+        self._staging = []
+        self.tier.after_fork()
+
+    def _log(self, text: str, error: Exception) -> None:
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = now
+            logger.warning(f"Disk tier {self.tier!r}: {text}", error)
+
+    # --- staging buffers ---------------------------------------------------------------------------------------------
+
+    def borrow(self, port: BlockPort, nbytes: int) -> Buffer:
+        """Return a host buffer of at least `nbytes`, one that was used before if possible: fresh pages are slow."""
+        with self._staging_lock:
+            for place, (kind, buffer) in enumerate(self._staging):
+                if kind == port.staging and nbytes <= len(port.view(buffer)) <= 2 * nbytes:
+                    del self._staging[place]
+                    return buffer
+        return port.allocate("host", nbytes)
+
+    def give_back(self, port: BlockPort, buffer: Buffer) -> None:
+        """Return what was borrowed, when nobody reads or writes it any more."""
+        with self._staging_lock:
+            self._staging.append((port.staging, buffer))
+            del self._staging[:-_MAX_STAGED]
+
+
+class ReadAhead:
+    """Pieces of stored blocks, read in the order in which they will be used, a few at a time.
+
+    Args:
+        archive: where from.
+        branch: of all of them.
+        port: allocates the buffers they are read into.
+        pieces: (block, kind) in order.
+    """
+
+    def __init__(self, archive: Archive, branch: Branch, port: BlockPort, pieces: Sequence[tuple[StoredBlock, str]]) -> None:
+        self._archive = archive
+        self._branch = branch
+        self._port = port
+        self._waiting = list(reversed(pieces))
+        self._under_way: list[tuple[Future[None], Buffer]] = []
+        nbytes = sum(port.nbytes(kind, _length(block)) for block, kind in pieces)
+        self._deadline = time.monotonic() + LOOKUP_S + nbytes / MIN_BYTES_PER_S
+        for _ in range(_READERS + 1):
+            self._start_next()
+
+    def next(self) -> Buffer:
+        """Return the next piece's buffer, verified; to be given back to the archive.
+
+        Raises:
+            OSError, FutureTimeoutError: it cannot be had. The buffers under way are their threads' own from then on.
+        """
+        future, buffer = self._under_way.pop(0)
+        self._archive.result(future, self._deadline - time.monotonic())
+        self._start_next()
+        return buffer
+
+    def _start_next(self) -> None:
+        if self._waiting:
+            block, kind = self._waiting.pop()
+            num_tokens = _length(block)
+            buffer = self._archive.borrow(self._port, self._port.nbytes(kind, num_tokens))
+            target = self._port.view(buffer)[: self._branch.layout.nbytes(kind, num_tokens)]
+            self._under_way.append((self._archive.read(self._branch, block, kind, target), buffer))
+
+
+def _length(block: StoredBlock) -> int:
+    return len(block.tokens) // 8

@@ -1,0 +1,305 @@
+"""How pieces get from layers into tiers, from tier to tier, and on their way to disk.
+
+Owns that a piece is published when its bytes are complete, or not at all. Refuses to own which sequences are stored (stack) and
+the rules of room (inventory).
+"""
+
+import functools
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+
+from tiered_cache import progress
+from tiered_cache.archive import Archive, ReadAhead
+from tiered_cache.index import Block, Node, Piece, PrefixIndex
+from tiered_cache.inventory import Inventory
+from tiered_cache.keys import MAIN, SIDE, TOKEN_NBYTES, block_key
+from tiered_cache.matching import Match
+from tiered_cache.tiers.base import BlockPort, Buffer, MemoryTier, Transfer
+from tiered_cache.tiers.disk import Branch, Stay, StoredBlock
+from tiered_cache.writeback import Outcome, Write
+
+SAVED_S = 60.0  # for which a piece that was on disk is believed to be there still
+
+
+SharedReads = dict[
+    tuple[bytes, str], Buffer | None
+]  # pieces that several rows read from disk, and their bytes when they are there
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a fetch brought.
+
+    Attributes:
+        num_tokens: that are in the layers now, from the first on; fewer than asked for where a disk let it down.
+        is_complete: whether that is all, side pieces included.
+        served: tokens by the tier they came from.
+        used: blocks in memory that were read.
+        num_sides: how many side pieces were read.
+        match: the match, without what could not be had.
+    """
+
+    num_tokens: int
+    is_complete: bool
+    served: dict[str, int]
+    used: list[Block]
+    num_sides: int
+    match: Match
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One piece to fetch: its first `take` tokens go to the layers at `start`."""
+
+    block: Block | StoredBlock
+    kind: str
+    start: int
+    take: int
+
+
+class Movement:
+    """The moves of one stack.
+
+    Args:
+        lock: the stack's; taken for what others may see, never while bytes are copied.
+        index, inventory, tiers: the stack's.
+        archive: its disk tier, if it has one.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        index: PrefixIndex,
+        inventory: Inventory,
+        tiers: Sequence[MemoryTier],
+        archive: Archive | None,
+    ) -> None:
+        self.dropped_blocks = 0
+        self._lock = lock
+        self._index = index
+        self._inventory = inventory
+        self._tiers = tiers
+        self._archive = archive
+
+    # --- into layers ------------------------------------------------------------------------------------------------
+
+    def fetch(self, match: Match, num_tokens: int, port: BlockPort, shared: SharedReads) -> Fetched:
+        """Copy the first `num_tokens` tokens of a match to the layers. See `TierStack.fetch`."""
+        steps = list(_plan(match, num_tokens, port.window))
+        reads = [
+            (step.block, step.kind)
+            for step in steps
+            if isinstance(step.block, StoredBlock) and shared.get((step.block.key, step.kind)) is None
+        ]
+        ahead = None
+        if reads:
+            assert self._archive is not None and match.branch is not None
+            ahead = ReadAhead(self._archive, match.branch, port, reads)
+        served: dict[str, int] = {}
+        pending: list[tuple[Transfer, Buffer | None]] = []
+        reached, trouble = num_tokens, None
+        with (
+            progress.show(sum(step.take for step in steps if step.kind == MAIN), "Loading", " tokens")
+            if ahead
+            else _NO_BAR as bar
+        ):
+            for step in steps:
+                try:
+                    name, transfer, borrowed = self._load(step, port, ahead, shared)
+                except (OSError, FutureTimeoutError) as error:
+                    assert self._archive is not None and isinstance(step.block, StoredBlock)
+                    trouble = match.without(step.block, step.kind, self._archive.reason_of(error))
+                    reached = step.start
+                    break
+                pending.append((transfer, borrowed))
+                if len(pending) > 1:  # two under way: the bytes of one land while the other's are put in place
+                    self._finish(pending.pop(0), port)
+                if step.kind == MAIN:
+                    served[name] = served.get(name, 0) + step.take
+                    bar.update(step.take)
+        for each in pending:
+            self._finish(each, port)
+        used = [step.block for step in steps if isinstance(step.block, Block) and step.kind == MAIN and step.start < reached]
+        num_sides = sum(step.kind == SIDE for step in steps if step.start < reached)
+        return Fetched(reached, trouble is None, served, used, num_sides, trouble or match)
+
+    def _load(
+        self, step: _Step, port: BlockPort, ahead: ReadAhead | None, shared: SharedReads
+    ) -> tuple[str, Transfer, Buffer | None]:
+        """Start to copy one piece to the layers: (its tier, the copy, what was borrowed from the archive for it)."""
+        block = step.block
+        if isinstance(block, Block):
+            piece = block.pieces[step.kind]
+            tier = self.promote(piece, port)
+            return tier.name, port.load(step.kind, step.start, step.take, piece.copies[tier.name], block.num_tokens), None
+        place = block.key, step.kind
+        buffer = shared.get(place)
+        is_new = buffer is None
+        if is_new:
+            assert ahead is not None
+            buffer = ahead.next()
+        if place in shared:
+            shared[place] = buffer
+        block_tokens = len(block.tokens) // TOKEN_NBYTES
+        transfer = port.load(step.kind, step.start, step.take, buffer, block_tokens, once=True)
+        return "disk", transfer, buffer if is_new and place not in shared else None
+
+    def _finish(self, pending: tuple[Transfer, Buffer | None], port: BlockPort) -> None:
+        transfer, borrowed = pending
+        transfer.wait()
+        if borrowed is not None and self._archive is not None:
+            self._archive.give_back(port, borrowed)
+
+    # --- into tiers -------------------------------------------------------------------------------------------------
+
+    def commit_block(
+        self, parent: Node, tokens: bytes, start: int, port: BlockPort, chain: list[Block]
+    ) -> tuple[Block | None, int]:
+        """Make sure `tokens` behind `parent` are stored, and append their block, held, to `chain`.
+
+        Returns:
+            The block and how many of its tokens are new; (None, 0) where the commit must end.
+        """
+        with self._lock:
+            if self._inventory.hold_existing(parent, tokens, chain):
+                return chain[-1], 0
+        block = Block(block_key(parent.key, tokens), parent, tokens)
+        created = self._store(Piece(block, MAIN, port.nbytes(MAIN, block.num_tokens)), start, port)
+        with self._lock:
+            if block.holds:  # published, and held since
+                chain.append(block)
+            elif not self._inventory.hold_existing(parent, tokens, chain):  # nor did another thread
+                return None, 0
+        return chain[-1], created
+
+    def _store(self, piece: Piece, start: int, port: BlockPort) -> int:
+        """Copy a new piece's bytes from the layers and publish it when they are complete; return how many tokens are new."""
+        reserved: list[MemoryTier] = []
+        copies: dict[str, Buffer] = {}
+        block = piece.block
+        published = False
+        try:
+            with self._lock:
+                if self._is_wanted(piece):
+                    self._inventory.reserve(piece.nbytes, self._tiers, reserved)
+            if not reserved:
+                raise MemoryError
+            copies.update({tier.name: port.allocate(tier.memory, piece.nbytes) for tier in reserved})
+            port.save(piece.kind, start, block.num_tokens, list(copies.values())).wait()
+            with self._lock:
+                if not self._is_wanted(piece):  # another thread was faster, or it was cleared meanwhile
+                    return 0
+                published = True
+                if piece.kind == SIDE:
+                    self._inventory.place(piece, copies)
+                    return 0
+                _, known = block.parent.closest_child(block.tokens)
+                covered = self._index.link(block)
+                block.holds += 1
+                self._inventory.place(piece, copies)
+                for tail in covered:
+                    if not tail.holds:  # else it ages out by itself
+                        self._inventory.discard(tail)
+                return block.num_tokens - known
+        except MemoryError:
+            with self._lock:
+                self.dropped_blocks += piece.kind == MAIN
+            return 0
+        finally:
+            if not published:
+                copies.clear()  # the bytes go before their reservation
+                with self._lock:
+                    for tier in reserved:
+                        tier.release(piece.nbytes)
+
+    def store_side(self, block: Block, start: int, port: BlockPort) -> None:
+        """Store the side piece of a held block whose first token is `start`."""
+        self._store(Piece(block, SIDE, port.nbytes(SIDE, block.num_tokens)), start, port)
+
+    def _is_wanted(self, piece: Piece) -> bool:
+        """Say whether a piece can still be published: it is not there yet, and what it hangs on is."""
+        block = piece.block
+        if piece.kind == SIDE:
+            return block.linked and SIDE not in block.pieces
+        _, shared = block.parent.closest_child(block.tokens)
+        return shared < block.num_tokens and self._index.is_linked(block.parent)
+
+    def promote(self, piece: Piece, port: BlockPort) -> MemoryTier:
+        """Copy a held block's piece to the faster tiers that have room for it; return the fastest tier that holds it."""
+        for tier in self._tiers:
+            if tier.name in piece.copies:
+                return tier
+            reserved: list[MemoryTier] = []
+            with self._lock:
+                source = next(iter(piece.copies.values()))
+                if piece.block.linked:  # else it was cleared, and goes when its readers are done
+                    self._inventory.reserve(piece.nbytes, [tier], reserved)
+            try:
+                if reserved:
+                    copy = port.allocate(tier.memory, piece.nbytes)
+                    port.copy(source, copy).wait()
+                    with self._lock:
+                        if tier.name not in piece.copies and piece.block.linked:  # neither overtaken nor cleared
+                            self._inventory.place(piece, {tier.name: copy})
+                            reserved.clear()
+                            return tier
+            except MemoryError:
+                pass
+            finally:
+                with self._lock:
+                    for tier in reserved:
+                        tier.release(piece.nbytes)
+        raise AssertionError("a held block's pieces rest in some tier")
+
+    # --- on its way to disk -----------------------------------------------------------------------------------------
+
+    def save(self, block: Block, branch: Branch, port: BlockPort, stay: Stay, about: Mapping[str, object]) -> None:
+        """Queue those pieces of a held block that are not surely on disk. Under the stack's lock.
+
+        A piece whose parent is not there could not be found, so it waits until a later commit of its sequence.
+        """
+        parent = block.parent
+        if self._archive is None or (isinstance(parent, Block) and not parent.pieces[MAIN].is_safe):
+            return
+        for kind, piece in block.pieces.items():
+            buffer = piece.copies.get("host")
+            is_fresh = piece.saved_at and time.monotonic() - piece.saved_at < SAVED_S and not stay.pin
+            if buffer is None or piece.is_queued or is_fresh:
+                continue
+            write = Write(
+                branch, parent.key, block.key, kind, block.tokens, port.view(buffer), piece.nbytes, stay, about,
+                functools.partial(self._saved, piece),
+            )  # fmt: skip
+            piece.is_queued = True
+            self._inventory.hold([block])
+            if not self._archive.writes.put(write):
+                self._saved(piece, Outcome.DROPPED)
+                return
+
+    def _saved(self, piece: Piece, outcome: Outcome) -> None:
+        with self._lock:
+            piece.is_queued = False
+            piece.saved_at = time.monotonic() if outcome is Outcome.STORED else 0.0
+            self.dropped_blocks += outcome is Outcome.DROPPED and piece.kind == MAIN
+            self._inventory.unhold([piece.block])
+
+
+_NO_BAR = progress.no_bar(0, "", "")
+
+
+def _plan(match: Match, num_tokens: int, window: int) -> Iterator[_Step]:
+    """Yield the pieces that `num_tokens` tokens of a match take: side pieces only where they reach into the last window."""
+    blocks: list[tuple[Block | StoredBlock, int]] = [(part.block, part.num_tokens) for part in match.parts]
+    blocks += [(block, block.num_tokens) for block in match.stored]
+    start = 0
+    for block, length in blocks:
+        take = min(length, num_tokens - start)
+        if take <= 0:
+            return
+        yield _Step(block, MAIN, start, take)
+        if window > 0 and start + take > num_tokens - window:
+            yield _Step(block, SIDE, start, take)
+        start += take
