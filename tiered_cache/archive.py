@@ -20,7 +20,7 @@ from tiered_cache.tiers.disk import Branch, DiskTier, StoredBlock
 from tiered_cache.tiers.disk.finder import ExpiredEntryError
 from tiered_cache.usage import MissReason, TierStats
 from tiered_cache.workers import Workers
-from tiered_cache.writeback import WriteQueue
+from tiered_cache.writeback import Outcome, WriteQueue
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ MIN_BYTES_PER_S = 100e6  # that a fetch must bring on top of that
 EXPLICIT_S = 600.0  # that clear() and the like may take
 SHUN_S = 30.0  # for which a disk that missed a deadline is not asked
 LOG_EVERY_S = 60.0
+
+SPILL_NBYTES = 256 << 20  # of pieces on their way to disk that are in no tier of memory
 
 _BAR_STEP_S = 0.1
 _READERS = min(4, os.cpu_count() or 1)
@@ -54,6 +56,7 @@ class Archive:
         self._logged_at = -LOG_EVERY_S
         self._staging: list[tuple[str, Buffer]] = []
         self._staging_lock = threading.Lock()
+        self._spilled = 0
 
     def extend(
         self, branches: Sequence[Branch], parent: bytes, tokens: bytes, block_tokens: int
@@ -118,7 +121,8 @@ class Archive:
             return True
         with progress.show(total, "Saving", "B") as bar:
             while deadline is None or time.monotonic() < deadline:
-                if self.writes.wait(_BAR_STEP_S if deadline is None else min(_BAR_STEP_S, max(0, deadline - time.monotonic()))):
+                left_s = _BAR_STEP_S if deadline is None else min(_BAR_STEP_S, deadline - time.monotonic())
+                if self.writes.wait(max(0.0, left_s)):
                     return True
                 bar.update(max(0, left - self.writes.nbytes))
                 left = min(left, self.writes.nbytes)
@@ -151,7 +155,7 @@ class Archive:
     def after_fork(self) -> None:
         """Begin again in a child process, which has none of the threads; what waits to be written is the parent's to write."""
         self._staging_lock = threading.Lock()
-        self._staging = []
+        self._staging, self._spilled = [], 0
         self.tier.after_fork()
 
     def _log(self, text: str, error: Exception) -> None:
@@ -176,6 +180,23 @@ class Archive:
         with self._staging_lock:
             self._staging.append((port.staging, buffer))
             del self._staging[:-_MAX_STAGED]
+
+    # --- pieces that memory has no room for --------------------------------------------------------------------------
+
+    def take_spill(self, nbytes: int) -> bool:
+        """Count `nbytes` as on their way to disk from buffers of their own; False if that would be too many."""
+        with self._staging_lock:
+            if self._spilled and self._spilled + nbytes > SPILL_NBYTES:
+                return False
+            self._spilled += nbytes
+            return True
+
+    def end_spill(self, port: BlockPort, buffer: Buffer | None, nbytes: int, outcome: Outcome = Outcome.DROPPED) -> None:
+        """Undo `take_spill`, and take the buffer back."""
+        if buffer is not None:
+            self.give_back(port, buffer)
+        with self._staging_lock:
+            self._spilled -= nbytes
 
 
 class ReadAhead:

@@ -21,6 +21,8 @@ from tiered_cache.tiers.base import BlockPort, Buffer, MemoryTier, Transfer
 from tiered_cache.tiers.disk import Branch, Stay, StoredBlock
 from tiered_cache.writeback import Outcome, Write
 
+About = Mapping[str, object]
+
 SAVED_S = 60.0  # for which a piece that was on disk is believed to be there still
 
 
@@ -205,8 +207,6 @@ class Movement:
                         self._inventory.discard(tail)
                 return block.num_tokens - known
         except MemoryError:
-            with self._lock:
-                self.dropped_blocks += piece.kind == MAIN
             return 0
         finally:
             if not published:
@@ -256,7 +256,7 @@ class Movement:
 
     # --- on its way to disk -----------------------------------------------------------------------------------------
 
-    def save(self, block: Block, branch: Branch, port: BlockPort, stay: Stay, about: Mapping[str, object]) -> None:
+    def save(self, block: Block, branch: Branch, port: BlockPort, stay: Stay, about: About) -> None:
         """Queue those pieces of a held block that are not surely on disk. Under the stack's lock.
 
         A piece whose parent is not there could not be found, so it waits until a later commit of its sequence.
@@ -278,6 +278,51 @@ class Movement:
             if not self._archive.writes.put(write):
                 self._saved(piece, Outcome.DROPPED)
                 return
+
+    def spill(
+        self,
+        node: Node,
+        tokens: Sequence[bytes],
+        start: int,
+        reused: int,
+        branch: Branch,
+        port: BlockPort,
+        stay: Stay,
+        about: About,
+    ) -> int:
+        """Queue blocks for which no tier in memory has room, from bytes of their own; return how many tokens are seen to.
+
+        Args:
+            node: what they hang on.
+            tokens: of each, encoded, in order.
+            start: the first token's place in the sequence.
+            reused: tokens of the sequence that were fetched: those came from the disk, and are there.
+        """
+        archive, done = self._archive, 0
+        if archive is None or (isinstance(node, Block) and not node.pieces[MAIN].is_safe):
+            return 0
+        parent = node.key
+        for chunk in tokens:
+            key, num_tokens = block_key(parent, chunk), len(chunk) // TOKEN_NBYTES
+            kinds = (MAIN, SIDE) if port.window and port.has_side(start + done) else (MAIN,)
+            for kind in kinds if start + done + num_tokens > reused else ():
+                nbytes = port.nbytes(kind, num_tokens)
+                if not archive.take_spill(nbytes):
+                    return done
+                try:
+                    buffer = archive.borrow(port, nbytes)
+                    port.save(kind, start + done, num_tokens, [buffer]).wait()
+                    finish = functools.partial(archive.end_spill, port, buffer, nbytes)
+                except BaseException:
+                    archive.end_spill(port, None, nbytes)
+                    raise
+                payload = port.view(buffer)[: branch.layout.nbytes(kind, num_tokens)]
+                if not archive.writes.put(Write(branch, parent, key, kind, chunk, payload, 0, stay, about, finish)):
+                    finish(Outcome.DROPPED)
+                    return done
+            done += num_tokens
+            parent = key
+        return done
 
     def _saved(self, piece: Piece, outcome: Outcome) -> None:
         with self._lock:

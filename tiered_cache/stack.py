@@ -32,7 +32,7 @@ from tiered_cache.usage import Stats, TierStats, Usage
 from tiered_cache.writeback import EXIT_FLUSH_S
 
 FOREVER = Stay()
-QUEUED_SHARE = 0.5  # of the host tier may wait to be written to disk
+QUEUED_SHARE = 0.75  # of the host tier may wait to be written to disk
 
 _all: "weakref.WeakSet[TierStack]" = weakref.WeakSet()
 
@@ -162,7 +162,7 @@ class TierStack:
             stay: how long they stay.
             about: what the identity is, in words; None if it means something in this process only, and nothing goes to disk.
         """
-        created = 0
+        created = spilled = 0
         chain: list[Block] = []  # held, from the root down
         with uninterrupted() as ctrl_c:
             with self._lock:
@@ -173,10 +173,16 @@ class TierStack:
             try:
                 node: Node = root
                 start = 0
-                for chunk in self._index.chunks(encode_tokens(token_ids)):
+                chunks = list(self._index.chunks(encode_tokens(token_ids)))
+                for place, chunk in enumerate(chunks):
                     block, new_tokens = self._movement.commit_block(node, chunk, start, port, chain)
                     created += min(new_tokens, max(0, start + len(chunk) // TOKEN_NBYTES - reused))
                     if block is None:
+                        if about is not None:
+                            spilled = self._movement.spill(node, chunks[place:], start, reused, branch, port, stay, about)
+                            created += max(0, start + spilled - max(start, reused))
+                        if start + spilled < len(token_ids) and self._index.is_linked(root):
+                            self._movement.dropped_blocks += 1
                         break
                     if port.window and SIDE not in block.pieces and block.tokens == chunk and port.has_side(start):
                         self._movement.store_side(block, start, port)

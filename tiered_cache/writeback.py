@@ -40,7 +40,7 @@ class Write:
     Attributes:
         branch, parent, kind, tokens, payload, stay, about: as for `DiskTier.ensure`.
         key: of its block.
-        nbytes: what it counts in the queue.
+        nbytes: what it counts in the queue; 0 if somebody else bounds that.
         done: told what became of it, on the writing thread or who clears. May take locks.
     """
 

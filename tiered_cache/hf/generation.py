@@ -4,6 +4,7 @@ Owns how a generate() call comes to have a session. Refuses to own what the sess
 """
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -13,7 +14,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from tiered_cache.defaults import default_stack
-from tiered_cache.errors import ConfigError
+from tiered_cache.errors import ConfigError, TieredCacheError
 from tiered_cache.hf import compat
 from tiered_cache.hf.cache import TieredCache
 from tiered_cache.hf.columns import count_tokens
@@ -21,6 +22,8 @@ from tiered_cache.hf.explain import Refusal
 from tiered_cache.hf.session import Session
 from tiered_cache.stack import TierStack, check_stack
 from tiered_cache.usage import MissReason
+
+logger = logging.getLogger(__name__)
 
 _MARK = "_tiered_cache_hook"
 _automatic: dict[str, TierStack | None] = {}  # {"stack": ...} while enabled
@@ -118,7 +121,7 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, args: tuple[
     cache = next(filter(_is_tiered, given), None)
     automatic = cache is None
     if automatic and not given and _may_insert(model, args, kwargs):
-        cache = _inserted()
+        cache = _inserted()  # None where that cannot be made
     if cache is None:
         return original(model, *args, **kwargs)
     if any(other is not cache for other in given):
@@ -168,10 +171,17 @@ def _may_insert(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     )
 
 
-def _inserted() -> TieredCache:
-    """Return a new cache on the stack that enable() was given, or on the default one if that was closed."""
+def _inserted() -> TieredCache | None:
+    """Return a new cache on the stack that enable() was given, or on the default one if that was closed.
+
+    None, with a warning, where the environment names a directory for it that is not fit.
+    """
     stack = _automatic.get("stack")
-    return TieredCache(stack if stack is not None and not stack.closed else default_stack())
+    try:
+        return TieredCache(stack if stack is not None and not stack.closed else default_stack())
+    except TieredCacheError as error:
+        logger.warning("generate() goes on without a TieredCache: %s", error)
+        return None
 
 
 def _count_prompt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bool]:

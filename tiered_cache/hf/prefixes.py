@@ -49,9 +49,19 @@ def warm(
             for chunk in torch.split(left, CHUNK_TOKENS, dim=1):
                 inner(chunk, **options)
                 bar.update(chunk.shape[1])
-        cache.commit(input_ids)
-    cache.stack.flush()
+        _keep_all(cache, input_ids)
     return cache.usage
+
+
+def _keep_all(cache: TieredCache, input_ids: torch.Tensor) -> None:
+    """Commit until all is stored, on disk too: what did not fit into the queue at first does when that was written."""
+    disk, written = cache.stack.disk, -1
+    while True:
+        cache.commit(input_ids)
+        if cache.stack.flush() or disk is None or disk.written_bytes == written:
+            break
+        written = disk.written_bytes
+    cache.usage.created_tokens = min(cache.usage.created_tokens, cache.usage.computed_tokens)
 
 
 def forget(model: PreTrainedModel, *, stack: TierStack | None = None) -> None:

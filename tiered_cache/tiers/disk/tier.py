@@ -68,6 +68,7 @@ class DiskTier:
         self.durability = durability
         self.path = root.open_root(path)
         self.is_taken = False
+        self.written_bytes = 0  # by this process
         self._device = calls.stat(self.path).st_dev
         self.after_fork()
 
@@ -154,6 +155,7 @@ class DiskTier:
             if nbytes is not None:
                 self._listing.add(shard, Entry(name, nbytes))
                 self._collector.unseen_bytes += nbytes
+                self.written_bytes += nbytes
                 if shard.stamp < 0:  # a new folder: it takes room too
                     self._listing.refresh(shard)
                 if kind == MAIN and not ttl_ms:
