@@ -22,9 +22,11 @@ DOCUMENT = "Catalogue of the museum of clocks.\n" + "\n".join(
 QUESTIONS = ("What is in the first room?", "How many rooms are listed?")
 
 
-def ask(model: Any, tokenizer: Any, question: str, cache: TieredCache | None) -> tuple[list[int], float]:
+def ask(
+    model: Any, tokenizer: Any, question: str, cache: TieredCache | None, document: str = DOCUMENT
+) -> tuple[list[int], float]:
     """Return the answer's token ids and the time to its first token in seconds; print a line about the call."""
-    messages = [{"role": "user", "content": f"{DOCUMENT}\n\n{question}"}]
+    messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     inputs = inputs.to(model.device)
     clock = FirstToken()

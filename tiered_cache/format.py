@@ -81,7 +81,9 @@ class Name:
             )
         except ValueError:
             return None
-        return name if str(name) == text else None
+        sizes = len(name.key), len(name.parent), len(name.head)
+        is_ours = sizes == (SHORT_KEY_NBYTES, SHORT_KEY_NBYTES, 4) and name.num_tokens > 0 and str(name) == text
+        return name if is_ours else None
 
     def __str__(self) -> str:
         kind = "side.kv" if self.is_side else "kv"
@@ -180,7 +182,8 @@ def parse_header(spec: Spec, raw: bytes) -> Header:
     """
     try:
         header = _slice_header(spec, raw)
-        intact = encode_header(spec, header) == raw
+        fits = len(header.tokens) == spec.num_tokens * TOKEN_NBYTES and header.created_ms >= 0 and header.ttl_ms >= 0
+        intact = fits and encode_header(spec, header) == raw
     except (ValueError, binascii.Error):
         intact = False
     if not intact:

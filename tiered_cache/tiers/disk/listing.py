@@ -42,7 +42,7 @@ class Entry:
 class Shard:
     """One folder of pieces."""
 
-    __slots__ = ("children", "entries", "listed_at", "marks", "nbytes", "path", "settled", "stamp", "temps")
+    __slots__ = ("_children", "entries", "listed_at", "marks", "nbytes", "path", "settled", "stamp", "temps")
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -51,7 +51,7 @@ class Shard:
     def empty(self) -> None:
         """Know nothing."""
         self.entries: dict[bytes, Entry] = {}  # by short key, with b"s" behind for a side piece
-        self.children: dict[bytes, list[Entry]] = {}  # main pieces by parent
+        self._children: dict[bytes, Entry | dict[bytes, Entry]] = {}  # main pieces by parent; most have one child
         self.marks: dict[str, set[bytes]] = {PIN: set(), TTL: set()}
         self.temps: list[str] = []
         self.nbytes = 0
@@ -70,17 +70,27 @@ class Shard:
         self.entries[place] = entry
         self.nbytes += entry.nbytes
         if not entry.is_side:
-            self.children.setdefault(entry.parent, []).append(entry)
+            found = self._children.setdefault(entry.parent, entry)
+            if isinstance(found, dict):
+                found[entry.key] = entry
+            elif found is not entry:
+                self._children[entry.parent] = {found.key: found, entry.key: entry}
 
     def remove(self, entry: Entry) -> None:
         if self.entries.pop(entry.key + b"s" if entry.is_side else entry.key, None) is None:
             return
         self.nbytes -= entry.nbytes
         if not entry.is_side:
-            siblings = self.children[entry.parent]
-            siblings[:] = [sibling for sibling in siblings if sibling.key != entry.key]
-            if not siblings:
-                del self.children[entry.parent]
+            found = self._children[entry.parent]
+            if isinstance(found, dict):
+                found.pop(entry.key, None)
+            if not isinstance(found, dict) or not found:
+                del self._children[entry.parent]
+
+    def children(self, parent: bytes) -> list[Entry]:
+        """Return the main pieces behind `parent`."""
+        found = self._children.get(parent, {})
+        return list(found.values()) if isinstance(found, dict) else [found]
 
 
 class Listing:
@@ -124,7 +134,7 @@ class Listing:
     def children(self, shard: Shard, parent: bytes) -> list[Entry]:
         """Return the main pieces behind `parent`, as they are known."""
         with self.lock:
-            return list(shard.children.get(parent, ()))
+            return shard.children(parent)
 
     def refresh(self, shard: Shard) -> None:
         """Read a folder again if it may have changed. Raises OSError."""

@@ -25,12 +25,12 @@ def open_root(path: str | os.PathLike[str]) -> str:
         ConfigError: it is not a directory, not ours, holds something else, or cannot be made.
     """
     argument = f"DiskTier(path={os.fspath(path)!r})"
-    root = os.path.realpath(os.path.expanduser(path))  # noqa: PTH111  a str from here on
     try:
+        root = os.path.realpath(os.path.expanduser(path))  # noqa: PTH111  a str from here on
         Path(root).parent.mkdir(parents=True, exist_ok=True)
         files.make_folders(str(Path(root).parent), Path(root).name)
         found = calls.stat(root)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{argument} cannot be made: {error}. Choose a directory that you may write to.") from error
     if not calls.is_folder(found):
         raise ConfigError(f"{argument} is not a directory. Choose another path.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tiered_cache.errors import ConfigError
-from tiered_cache.format import HEAD_TOKENS, SHORT_KEY_NBYTES, Header, Name, checksums, encode_header
+from tiered_cache.format import ALIGNMENT, HEAD_TOKENS, SHORT_KEY_NBYTES, Header, Name, checksums, encode_header
 from tiered_cache.keys import MAIN, SIDE, TOKEN_NBYTES, block_key
 from tiered_cache.tiers.base import parse_capacity
 from tiered_cache.tiers.disk import calls, collector, files, root
@@ -22,6 +22,8 @@ from tiered_cache.usage import format_bytes
 
 DURABILITIES = ("process", "crash")
 DEFAULT_MIN_FREE = "1GiB"
+
+_FOLDERS_NBYTES = 4 * ALIGNMENT  # that the first piece in a folder takes besides its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,8 @@ class DiskTier:
         written = not self._touch(path, kind) or self._renew(shard, name, stay)
         if written:
             payload = payload[: spec.payload_nbytes]
-            self._collector.make_room(spec.file_nbytes)
+            new_folders = _FOLDERS_NBYTES if shard.stamp < 0 else 0
+            self._collector.make_room(-(-spec.file_nbytes // ALIGNMENT) * ALIGNMENT + new_folders)
             ttl_ms = 0 if stay.ttl_s is None else max(1, int(stay.ttl_s * 1000))
             header = encode_header(spec, Header(tokens, int(calls.now() * 1000), ttl_ms, checksums(payload)))
             folder = self._folder(branch, shard, about)
