@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-LOOKUP_S = 1.0  # that a lookup may take, and the first byte of a fetch
+LOOKUP_S = 2.0  # that a lookup may take, and the first byte of a fetch
 MIN_BYTES_PER_S = 100e6  # that a fetch must bring on top of that
 EXPLICIT_S = 600.0  # that clear() and the like may take
 SHUN_S = 30.0  # for which a disk that missed a deadline is not asked

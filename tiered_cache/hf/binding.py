@@ -139,8 +139,10 @@ class Binding:
 
         Where a disk lets it down, the layers hold fewer; where they would not be complete, none: try again with what is left.
         """
-        layout = next(match.layout for match in matches if match.layout is not None)
-        assert isinstance(layout, SequenceLayout)
+        layouts = {match.layout for match in matches if match.num_tokens}
+        layout = layouts.pop()
+        if layouts or not isinstance(layout, SequenceLayout):
+            raise RuntimeError(f"rows of one batch are stored in several layouts: {layout}, {layouts}")
         window = layout.window
         device = layout.main.device
         layers = self.fresh_layers()

@@ -66,11 +66,20 @@ class Collector:
 
     def _collect(self, nbytes: int) -> None:
         """Evict down to nine tenths, one process at a time: not because it would be wrong otherwise, but too much."""
-        try:
-            with self._collecting, self._lock:
+        with self._collecting:
+            try:
+                self._lock.acquire()
+            except filelock.Timeout:
+                self.refresh()
+                return
+            except (OSError, NotImplementedError):  # this file system has no locks: more may go than had to, nothing else
                 self._collect_alone(nbytes)
-        except filelock.Timeout:
-            self.refresh()
+                return
+            try:
+                self._collect_alone(nbytes)
+            finally:
+                with contextlib.suppress(OSError):
+                    self._lock.release()
 
     def _collect_alone(self, nbytes: int) -> None:
         self.refresh()  # somebody else may just have done it
@@ -120,7 +129,7 @@ def remove(listing: Listing, shard: Shard, entry: Entry) -> None:
     if not entry.is_side:
         for suffix, marked in shard.marks.items():
             if entry.key in marked:
-                marked.discard(entry.key)
+                del marked[entry.key]
                 files.unlink_if_there(f"{shard.path}/{entry.key.hex()}{suffix}")
 
 
@@ -134,7 +143,7 @@ def coldest_first(listing: Listing, pinned_bytes: int) -> list[tuple[Shard, Entr
     for shard in list(listing.shards.values()):
         with listing.lock:
             entries = list(shard.entries.values())
-            pins |= shard.marks[PIN]
+            pins.update(shard.marks[PIN])
         for entry in entries:
             try:
                 # A clock that was ahead must not protect for ever what was used then.
@@ -204,15 +213,17 @@ def sweep(listing: Listing) -> int:
     for shard in list(listing.shards.values()):
         with listing.lock:
             temps, shard.temps = shard.temps, []
-            marks = [(suffix, key) for suffix, keys in shard.marks.items() for key in keys]
+            marks = [(suffix, key, at) for suffix, keys in shard.marks.items() for key, at in keys.items()]
         for name in temps:
             path = f"{shard.path}/{name}"
             try:
                 removed += files.is_abandoned(path) and files.unlink_if_there(path)
             except FileNotFoundError:
                 continue
-        for suffix, key in marks:
-            removed += _sweep_mark(listing, shard, suffix, key, now)
+        for suffix, key, at in marks:
+            is_expired = suffix == TTL and at <= now
+            if is_expired or shard.find(key) is None:
+                removed += _sweep_mark(listing, shard, suffix, key, now)
     return removed
 
 

@@ -9,6 +9,7 @@ All children of a block lie in one folder, so those that a prompt may share its 
 Safe to use from several threads; a lock is held while a folder is read, so nobody who may not wait calls this.
 """
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -52,7 +53,7 @@ class Shard:
         """Know nothing."""
         self.entries: dict[bytes, Entry] = {}  # by short key, with b"s" behind for a side piece
         self._children: dict[bytes, Entry | dict[bytes, Entry]] = {}  # main pieces by parent; most have one child
-        self.marks: dict[str, set[bytes]] = {PIN: set(), TTL: set()}
+        self.marks: dict[str, dict[bytes, float]] = {PIN: {}, TTL: {}}  # key -> the mark's time
         self.temps: list[str] = []
         self.nbytes = 0
         self.stamp = -1  # the folder's time when it was read
@@ -216,18 +217,18 @@ class Listing:
                 except FileNotFoundError:
                     continue
                 if name is None:
-                    self._note_other(shard, found.name, calls.used_bytes(status))
+                    self._note_other(shard, found.name, status)
                     continue
                 entry = Entry(name, calls.used_bytes(status))
             shard.add(entry)
 
-    def _note_other(self, shard: Shard, name: str, nbytes: int) -> None:
-        shard.nbytes += nbytes
+    def _note_other(self, shard: Shard, name: str, status: os.stat_result) -> None:
+        shard.nbytes += calls.used_bytes(status)
         stem, suffix = name[:-4], name[-4:]
         if name.startswith(".tmp-"):
             shard.temps.append(name)
         elif suffix in shard.marks:
             try:
-                shard.marks[suffix].add(bytes.fromhex(stem))
+                shard.marks[suffix][bytes.fromhex(stem)] = status.st_mtime
             except ValueError:
                 return

@@ -204,7 +204,7 @@ class DiskTier:
         """Put an empty file beside a piece. Its time, if it matters, is `at`."""
         if files.publish(shard.path, f"{key.hex()}{suffix}", [], used_at=at) is None and at is not None:
             calls.set_used(f"{shard.path}/{key.hex()}{suffix}", at)
-        shard.marks[suffix].add(key)
+        shard.marks[suffix][key] = calls.now() if at is None else at
 
     def _pinned_bytes(self) -> int:
         total = 0
