@@ -42,14 +42,18 @@ class Collector:
         self._lock = filelock.FileLock(path, timeout=_LOCK_TIMEOUT_S, mode=0o600, thread_local=False)
         self._collecting = threading.Lock()
 
-    def make_room(self, nbytes: int) -> None:
-        """Evict until `nbytes` more fit. Raises OSError where that cannot be reached."""
+    def make_room(self, nbytes: int, parent: bytes) -> None:
+        """Evict until `nbytes` more fit, but neither the block `parent` (short key), which they hang on, nor what is before it.
+
+        Raises:
+            OSError: that cannot be reached.
+        """
         if nbytes > self.capacity_bytes * _EVICT_TO:
             raise OSError(f"a piece of {format_bytes(nbytes)} does not fit into the disk tier")
         if not self._is_listed or self.unseen_bytes + nbytes > self.capacity_bytes * _REFRESH_SHARE:
             self.refresh()
         if self._over(nbytes):
-            self._collect(nbytes)
+            self._collect(nbytes, parent)
             if self._over(nbytes):
                 raise OSError(
                     f"no room for {format_bytes(nbytes)} in the disk tier, which holds {format_bytes(self.listing.nbytes)}"
@@ -64,7 +68,7 @@ class Collector:
         self.listing.refresh_all()
         self.unseen_bytes, self._is_listed = 0, True
 
-    def _collect(self, nbytes: int) -> None:
+    def _collect(self, nbytes: int, parent: bytes = b"") -> None:
         """Evict down to nine tenths, one process at a time: not because it would be wrong otherwise, but too much."""
         with self._collecting:
             try:
@@ -73,15 +77,15 @@ class Collector:
                 self.refresh()
                 return
             except (OSError, NotImplementedError):  # this file system has no locks: more may go than had to, nothing else
-                self._collect_alone(nbytes)
+                self._collect_alone(nbytes, parent)
                 return
             try:
-                self._collect_alone(nbytes)
+                self._collect_alone(nbytes, parent)
             finally:
                 with contextlib.suppress(OSError):
                     self._lock.release()
 
-    def _collect_alone(self, nbytes: int) -> None:
+    def _collect_alone(self, nbytes: int, parent: bytes) -> None:
         self.refresh()  # somebody else may just have done it
         sweep(self.listing)
         if not self._over(nbytes):
@@ -90,7 +94,7 @@ class Collector:
         if self.min_free_bytes:
             missing = self.min_free_bytes + nbytes - calls.free_bytes(self.listing.root)
             goal = min(goal, self.listing.nbytes - missing)
-        self.evicted_pieces += evict(self.listing, goal, self.pinned_capacity_bytes)
+        self.evicted_pieces += evict(self.listing, goal, self.pinned_capacity_bytes, parent)
         if self._over(nbytes):
             remove_empty_folders(self.listing)
             self.refresh()
@@ -103,17 +107,21 @@ class Collector:
             self._collect(0)
 
 
-def evict(listing: Listing, goal_bytes: int, pinned_bytes: int) -> int:
+def evict(listing: Listing, goal_bytes: int, pinned_bytes: int, parent: bytes = b"") -> int:
     """Remove pieces, the coldest first, until at most `goal_bytes` are used; return how many were removed.
 
     Args:
         pinned_bytes: what is pinned is kept up to so many bytes, with all before it in its sequences.
+        parent: short key of a block that is kept, with all before it.
     """
     evicted = 0
-    for shard, entry in coldest_first(listing, pinned_bytes):
+    for shard, entry in coldest_first(listing, pinned_bytes, parent):
         if listing.nbytes <= goal_bytes:
             break
-        remove(listing, shard, entry)
+        try:
+            remove(listing, shard, entry)
+        except OSError:  # one strange thing does not stop all the others
+            continue
         evicted += 1
         if not shard.entries:
             with contextlib.suppress(OSError):  # somebody fills it right now
@@ -133,7 +141,7 @@ def remove(listing: Listing, shard: Shard, entry: Entry) -> None:
                 files.unlink_if_there(f"{shard.path}/{entry.key.hex()}{suffix}")
 
 
-def coldest_first(listing: Listing, pinned_bytes: int) -> list[tuple[Shard, Entry]]:
+def coldest_first(listing: Listing, pinned_bytes: int, parent: bytes = b"") -> list[tuple[Shard, Entry]]:
     """Return all pieces that may go, in the order in which they do: least recently used first, children before parents."""
     now = calls.now()
     mains: dict[bytes, tuple[Shard, Entry]] = {}
@@ -157,10 +165,10 @@ def coldest_first(listing: Listing, pinned_bytes: int) -> list[tuple[Shard, Entr
                 mains[entry.key] = shard, entry
     depth = _depths({key: entry.parent for key, (_, entry) in mains.items()})
     for key in sorted(mains, key=depth.__getitem__, reverse=True):  # a parent was used when its children were
-        parent = mains[key][1].parent
-        if parent in mains:
-            used[parent, False] = max(used[parent, False], used[key, False])
-    kept = _kept(pins, mains, used, pinned_bytes)
+        above = mains[key][1].parent
+        if above in mains:
+            used[above, False] = max(used[above, False], used[key, False])
+    kept = _kept(pins, mains, used, pinned_bytes) | _chain(parent, mains)
     order = [((used[key, False], -depth[key], 1), place) for key, place in mains.items() if key not in kept]
     for shard, entry in sides:
         main = used.get((entry.key, False), 0.0)
@@ -195,15 +203,21 @@ def _kept(
     kept: set[bytes] = set()
     total = 0
     for key in sorted(pins & mains.keys(), key=lambda key: used[key, False], reverse=True):
-        chain, at = set[bytes](), key
-        while at in mains and at not in kept and at not in chain:
-            chain.add(at)
-            at = mains[at][1].parent
-        total += sum(mains[each][1].nbytes for each in chain)
+        chain = _chain(key, mains) - kept
+        total += sum(mains[each][0].block_nbytes(each) for each in chain)
         if total > pinned_bytes:
             break
         kept |= chain
     return kept
+
+
+def _chain(key: bytes, mains: dict[bytes, tuple[Shard, Entry]]) -> set[bytes]:
+    """Return a block and all before it."""
+    chain = set[bytes]()
+    while key in mains and key not in chain:
+        chain.add(key)
+        key = mains[key][1].parent
+    return chain
 
 
 def sweep(listing: Listing) -> int:
@@ -216,10 +230,11 @@ def sweep(listing: Listing) -> int:
             marks = [(suffix, key, at) for suffix, keys in shard.marks.items() for key, at in keys.items()]
         for name in temps:
             path = f"{shard.path}/{name}"
-            try:
-                removed += files.is_abandoned(path) and files.unlink_if_there(path)
-            except FileNotFoundError:
-                continue
+            with contextlib.suppress(OSError):  # gone, or none of ours
+                if files.is_abandoned(path):
+                    removed += files.unlink_if_there(path)
+                else:
+                    shard.temps.append(name)
         for suffix, key, at in marks:
             is_expired = suffix == TTL and at <= now
             if is_expired or shard.find(key) is None:
@@ -249,14 +264,13 @@ def remove_empty_folders(listing: Listing) -> None:
     for place in sorted(listing.shards, reverse=True):
         if not listing.shards[place].entries:
             model, namespace, byte = (f"{listing.root}/{part}" for part in _ancestry(place))
-            try:
-                calls.remove_folder(byte)
-                calls.remove_folder(namespace)
+            for folder in (byte, namespace):
+                with contextlib.suppress(OSError):
+                    calls.remove_folder(folder)
+            with contextlib.suppress(OSError):
                 if calls.names(model) == [root.MODEL]:
                     files.unlink_if_there(f"{model}/{root.MODEL}")
                     calls.remove_folder(model)
-            except OSError:
-                continue
 
 
 def _ancestry(place: str) -> list[str]:

@@ -154,6 +154,24 @@ def unlink_if_same(path: str, seen: os.stat_result) -> bool:
     return (found.st_dev, found.st_ino) == (seen.st_dev, seen.st_ino) and unlink_if_there(path)
 
 
+def is_unfit(path: str) -> bool:
+    """Say whether there is something at `path` that is no file its owner could read. Raises nothing."""
+    try:
+        found = calls.stat(path)
+    except OSError:
+        return False
+    return not calls.is_file(found) or not found.st_mode & 0o400
+
+
+def remove_unfit(path: str) -> None:
+    """Remove what is at `path` and is no file its owner could read. Raises OSError."""
+    if is_unfit(path):
+        if calls.is_folder(calls.stat(path)):
+            calls.remove_folder(path)
+        else:
+            calls.unlink(path)
+
+
 def make_folders(root: str, *below: str) -> str:
     """Create private folders one below the other under `root`, where they are not there yet; return the last."""
     path = root

@@ -107,7 +107,7 @@ class Finder:
             chunk = tokens[start : start + step]
             block = self._find_full(branch, parent, chunk) if len(chunk) == step else None
             if block is None:
-                block = self._find_partial(branch, parent, chunk)
+                block = self._find_partial(branch, parent, chunk, block_tokens)
             if block is not None:
                 found.append(block)
             if block is None or block.num_tokens < block_tokens:
@@ -159,14 +159,14 @@ class Finder:
         self._listing.add(shard, Entry(name, calls.used_bytes(found)))
         return True
 
-    def _find_partial(self, branch: Branch, parent: bytes, tokens: bytes) -> StoredBlock | None:
+    def _find_partial(self, branch: Branch, parent: bytes, tokens: bytes, block_tokens: int) -> StoredBlock | None:
         shard = branch.shard(self._listing, parent)
         self._listing.refresh(shard)
         heads: dict[int, bytes] = {}
         candidates = []
         for entry in self._listing.children(shard, parent[:SHORT_KEY_NBYTES]):
             count = min(entry.num_tokens, HEAD_TOKENS)
-            if count * TOKEN_NBYTES <= len(tokens):
+            if count * TOKEN_NBYTES <= len(tokens) and entry.num_tokens <= block_tokens:
                 if count not in heads:
                     heads[count] = head_of(parent, tokens[: count * TOKEN_NBYTES])
                 if entry.head == heads[count]:
@@ -212,16 +212,20 @@ class Finder:
         path = f"{shard.path}/{name}"
         try:
             fd = calls.open_to_read(path)
-        except FileNotFoundError:  # evicted or cleared by somebody else
-            self._forget_entry(shard, name)
-            raise
+        except OSError as error:
+            self._forget_entry(shard, name)  # it may have been evicted or cleared by somebody else
+            if not files.is_unfit(path):
+                raise
+            self.corrupt_pieces += 1
+            quietly(lambda: files.remove_unfit(path))
+            raise CorruptEntryError("there is no file that can be read") from error
         with files.opened(fd):
             seen = calls.stat_open(fd)
             try:
                 if not calls.is_file(seen) or seen.st_uid != os.geteuid() or seen.st_size != spec.file_nbytes:
                     raise CorruptEntryError("the file has another size, kind or owner than it should")
                 if will_read_all:
-                    calls.will_read(fd)
+                    quietly(lambda: calls.will_read(fd))
                 raw = bytearray(spec.header_nbytes)
                 files.read_exactly(fd, memoryview(raw), 0)
                 header = parse_header(spec, bytes(raw))
@@ -234,6 +238,7 @@ class Finder:
                 self.corrupt_pieces += not isinstance(error, ExpiredEntryError)
                 self._forget_entry(shard, name)
                 quietly(lambda: files.unlink_if_same(path, seen))
+                quietly(lambda: files.remove_unfit(path))
                 raise
             now = calls.now()
             if will_read_all and not 0 <= now - seen.st_mtime < TOUCH_S:

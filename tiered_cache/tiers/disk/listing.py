@@ -60,6 +60,10 @@ class Shard:
         self.settled = False
         self.listed_at = 0.0
 
+    def block_nbytes(self, key: bytes) -> int:
+        """Return what the pieces of a block take."""
+        return sum(entry.nbytes for is_side in (False, True) if (entry := self.find(key, is_side)) is not None)
+
     def find(self, key: bytes, is_side: bool = False) -> Entry | None:
         return self.entries.get(key + b"s" if is_side else key)
 

@@ -27,8 +27,7 @@ def open_root(path: str | os.PathLike[str]) -> str:
     argument = f"DiskTier(path={os.fspath(path)!r})"
     try:
         root = os.path.realpath(os.path.expanduser(path))  # noqa: PTH111  a str from here on
-        Path(root).parent.mkdir(parents=True, exist_ok=True)
-        files.make_folders(str(Path(root).parent), Path(root).name)
+        _make_all(root)
         found = calls.stat(root)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{argument} cannot be made: {error}. Choose a directory that you may write to.") from error
@@ -40,7 +39,7 @@ def open_root(path: str | os.PathLike[str]) -> str:
             "choose a directory of your own."
         )
     try:
-        inside = set(calls.names(root)) - {LOCK}
+        inside = {name for name in calls.names(root) if name != LOCK and not name.startswith(files.TEMP_PREFIX)}
     except OSError as error:
         raise ConfigError(f"{argument} cannot be read: {error}. Choose another path.") from error
     if inside and TAG not in inside:
@@ -52,6 +51,13 @@ def open_root(path: str | os.PathLike[str]) -> str:
             calls.set_mode(root, 0o700)
         make_root(root)
     return root
+
+
+def _make_all(root: str) -> None:
+    """Make a directory and those above it, as far as they are missing, for their owner only."""
+    missing = [folder for folder in (Path(root), *Path(root).parents) if not files.exists(str(folder))]
+    for folder in reversed(missing):
+        files.make_folders(str(folder.parent), folder.name)
 
 
 def make_root(root: str) -> None:

@@ -4,6 +4,7 @@ Owns finding, reading, writing and giving up files. Refuses to own threads and d
 of its own: everything here may wait for the disk) and what is worth storing (stack). No torch.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -22,8 +23,6 @@ from tiered_cache.usage import format_bytes
 
 DURABILITIES = ("process", "crash")
 DEFAULT_MIN_FREE = "1GiB"
-
-_FOLDERS_NBYTES = 4 * ALIGNMENT  # that the first piece in a folder takes besides its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +60,14 @@ class DiskTier:
     ) -> None:
         if os.name != "posix":
             raise ConfigError("DiskTier needs a POSIX system (Linux, macOS). Use TierStack(HostTier(...)) here.")
-        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
             raise ConfigError(f'DiskTier(path={path!r}) must be the path of a directory, such as "~/kv".')
         if durability not in DURABILITIES:
             raise ConfigError(f'DiskTier(durability={durability!r}) must be "process" or "crash".')
         self.capacity_bytes = parse_capacity(capacity, "DiskTier(capacity=...)")
-        self.min_free_bytes = 0 if min_free == 0 else parse_capacity(min_free, "DiskTier(min_free=...)")
+        self.min_free_bytes = (
+            0 if type(min_free) is int and min_free == 0 else parse_capacity(min_free, "DiskTier(min_free=...)")
+        )
         self.durability = durability
         self.path = root.open_root(path)
         self.is_taken = False
@@ -141,13 +142,16 @@ class DiskTier:
         written = not self._touch(path, kind) or self._renew(shard, name, stay)
         if written:
             payload = payload[: spec.payload_nbytes]
-            new_folders = _FOLDERS_NBYTES if shard.stamp < 0 else 0
-            self._collector.make_room(-(-spec.file_nbytes // ALIGNMENT) * ALIGNMENT + new_folders)
+            rounded = -(-spec.file_nbytes // ALIGNMENT) * ALIGNMENT
+            hangs_on = name.key if name.is_side else name.parent
+            self._collector.make_room(rounded + self._new_folders_nbytes(shard), hangs_on)
             ttl_ms = 0 if stay.ttl_s is None else max(1, int(stay.ttl_s * 1000))
             header = encode_header(spec, Header(tokens, int(calls.now() * 1000), ttl_ms, checksums(payload)))
             folder = self._folder(branch, shard, about)
             if ttl_ms and kind == MAIN:
                 self._mark(shard, name.key, TTL, calls.now() + ttl_ms / 1000)
+            elif kind == MAIN:  # of a piece by this name that expired
+                self._unmark(shard, name.key, TTL)
             nbytes = files.publish(
                 folder,
                 str(name),
@@ -186,10 +190,19 @@ class DiskTier:
             return False
         if stay.ttl_s is not None and ends > calls.now() + stay.ttl_s / 2:
             return False
-        entry = shard.find(name.key, name.is_side) or Entry(name, 0)
-        collector.remove(self._listing, shard, entry)
-        files.unlink_if_there(f"{shard.path}/{name.key.hex()}{TTL}")
+        for is_side in (True, False):
+            each = dataclasses.replace(name, is_side=is_side)
+            collector.remove(self._listing, shard, shard.find(name.key, is_side) or Entry(each, 0))
+        self._unmark(shard, name.key, TTL)
         return True
+
+    def _new_folders_nbytes(self, shard: Shard) -> int:
+        """Return what must be made for the first piece in a folder takes, besides that piece."""
+        if shard.stamp >= 0:
+            return 0
+        namespace = shard.path.rpartition("/")[0]
+        model = namespace.rpartition("/")[0]
+        return ALIGNMENT * (1 + (not files.exists(namespace)) + 2 * (not files.exists(model)))
 
     def _folder(self, branch: Branch, shard: Shard, about: Mapping[str, object]) -> str:
         """Make the folder of a shard, and say in words beside it what the identity is."""
@@ -206,13 +219,13 @@ class DiskTier:
             calls.set_used(f"{shard.path}/{key.hex()}{suffix}", at)
         shard.marks[suffix][key] = calls.now() if at is None else at
 
+    def _unmark(self, shard: Shard, key: bytes, suffix: str) -> None:
+        shard.marks[suffix].pop(key, None)
+        files.unlink_if_there(f"{shard.path}/{key.hex()}{suffix}")
+
     def _pinned_bytes(self) -> int:
-        total = 0
-        for shard in list(self._listing.shards.values()):
-            for key in shard.marks[PIN]:
-                entry = shard.find(key)
-                total += entry.nbytes if entry is not None else 0
-        return total
+        shards = list(self._listing.shards.values())
+        return sum(shard.block_nbytes(key) for shard in shards for key in list(shard.marks[PIN]))
 
     def _drop_covered(self, branch: Branch, shard: Shard, parent: bytes, tokens: bytes) -> None:
         """Remove siblings whose tokens a new, longer block begins with, where a lookup will find it in their place."""
