@@ -6,6 +6,7 @@ may do this at once: each file goes once, and what is read meanwhile stays reada
 
 import contextlib
 import threading
+from collections.abc import Iterable
 
 import filelock
 
@@ -87,7 +88,8 @@ class Collector:
 
     def _collect_alone(self, nbytes: int, parent: bytes) -> None:
         self.refresh()  # somebody else may just have done it
-        sweep(self.listing)
+        if sweep(self.listing):
+            self.refresh()
         if not self._over(nbytes):
             return
         goal = int(self.capacity_bytes * _EVICT_TO) - nbytes
@@ -102,7 +104,8 @@ class Collector:
     def tidy(self) -> None:
         """See what others did, remove what is expired or abandoned, and evict if too much is there. Raises OSError."""
         self.refresh()
-        sweep(self.listing)
+        if sweep(self.listing):
+            self.refresh()
         if self._over(0):
             self._collect(0)
 
@@ -168,8 +171,9 @@ def coldest_first(listing: Listing, pinned_bytes: int, parent: bytes = b"") -> l
         above = mains[key][1].parent
         if above in mains:
             used[above, False] = max(used[above, False], used[key, False])
-    kept = _kept(pins, mains, used, pinned_bytes) | _chain(parent, mains)
-    order = [((used[key, False], -depth[key], 1), place) for key, place in mains.items() if key not in kept]
+    kept = _kept(pins, mains, used, pinned_bytes)
+    stays = kept | _chain(parent, mains)  # their side pieces may go: only those of a hit's last window are read
+    order = [((used[key, False], -depth[key], 1), place) for key, place in mains.items() if key not in stays]
     for shard, entry in sides:
         main = used.get((entry.key, False), 0.0)
         if entry.key not in kept:
@@ -224,21 +228,26 @@ def sweep(listing: Listing) -> int:
     """Remove temps of processes that are gone, pieces whose time is over, and marks of pieces that are; return how many."""
     removed = 0
     now = calls.now()
+    for folder in (listing.root, *(f"{listing.root}/{model}" for model in listing.folders(""))):
+        with contextlib.suppress(OSError):
+            removed += _sweep_temps(folder, [name for name in calls.names(folder) if name.startswith(files.TEMP_PREFIX)])
     for shard in list(listing.shards.values()):
         with listing.lock:
-            temps, shard.temps = shard.temps, []
+            temps = list(shard.temps)
             marks = [(suffix, key, at) for suffix, keys in shard.marks.items() for key, at in keys.items()]
-        for name in temps:
-            path = f"{shard.path}/{name}"
-            with contextlib.suppress(OSError):  # gone, or none of ours
-                if files.is_abandoned(path):
-                    removed += files.unlink_if_there(path)
-                else:
-                    shard.temps.append(name)
+        removed += _sweep_temps(shard.path, temps)
         for suffix, key, at in marks:
             is_expired = suffix == TTL and at <= now
             if is_expired or shard.find(key) is None:
                 removed += _sweep_mark(listing, shard, suffix, key, now)
+    return removed
+
+
+def _sweep_temps(folder: str, names: Iterable[str]) -> int:
+    removed = 0
+    for name in names:
+        with contextlib.suppress(OSError):  # gone, or none of ours
+            removed += files.is_abandoned(f"{folder}/{name}") and files.unlink_if_there(f"{folder}/{name}")
     return removed
 
 
@@ -261,18 +270,19 @@ def _sweep_mark(listing: Listing, shard: Shard, suffix: str, key: bytes, now: fl
 
 def remove_empty_folders(listing: Listing) -> None:
     """Remove folders that hold nothing. One that is filled at this moment stays, or is made again by who fills it."""
-    for place in sorted(listing.shards, reverse=True):
-        if not listing.shards[place].entries:
-            model, namespace, byte = (f"{listing.root}/{part}" for part in _ancestry(place))
-            for folder in (byte, namespace):
-                with contextlib.suppress(OSError):
-                    calls.remove_folder(folder)
-            with contextlib.suppress(OSError):
-                if calls.names(model) == [root.MODEL]:
-                    files.unlink_if_there(f"{model}/{root.MODEL}")
-                    calls.remove_folder(model)
+    for model in listing.folders(""):
+        for namespace in listing.folders(model):
+            for byte in listing.folders(namespace):
+                if byte not in listing.shards or not listing.shards[byte].entries:
+                    _remove_folder(f"{listing.root}/{byte}")
+            _remove_folder(f"{listing.root}/{namespace}")
+        path = f"{listing.root}/{model}"
+        with contextlib.suppress(OSError):
+            if calls.names(path) == [root.MODEL]:
+                files.unlink_if_there(f"{path}/{root.MODEL}")
+        _remove_folder(path)
 
 
-def _ancestry(place: str) -> list[str]:
-    parts = place.split("/")
-    return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+def _remove_folder(path: str) -> None:
+    with contextlib.suppress(OSError):  # it is not empty, or gone
+        calls.remove_folder(path)

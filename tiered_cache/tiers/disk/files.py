@@ -24,13 +24,20 @@ _UNSUPPORTED = frozenset(
 
 
 def publish(
-    folder: str, name: str, parts: Sequence[memoryview], *, durable: bool = False, used_at: float | None = None
+    folder: str,
+    name: str,
+    parts: Sequence[memoryview],
+    *,
+    durable: bool = False,
+    used_at: float | None = None,
+    replace: bool = False,
 ) -> int | None:
     """Create the file `name` of `parts`, all of it at once for everybody else; return the bytes it takes on disk.
 
     Args:
         durable: have the device hold the bytes before the name appears.
         used_at: what its time of last use is to be, seconds since 1970; now if None.
+        replace: take the place of a file of this name.
 
     Returns:
         None where a file of this name is there already: it is left as it is.
@@ -38,12 +45,12 @@ def publish(
     Raises:
         OSError: nothing was created.
     """
-    if calls.TEMP_FILE != calls.NO_TEMP_FILE_FLAG:
+    if calls.TEMP_FILE != calls.NO_TEMP_FILE_FLAG and not replace:  # a file without a name can take no other's place
         try:
             return _publish_nameless(folder, name, parts, durable, used_at)
         except _NamelessUnsupportedError:
             pass
-    return _publish_named(folder, name, parts, durable, used_at)
+    return _publish_named(folder, name, parts, durable, used_at, replace)
 
 
 class _NamelessUnsupportedError(Exception):
@@ -66,14 +73,19 @@ def _publish_nameless(folder: str, name: str, parts: Sequence[memoryview], durab
         return nbytes
 
 
-def _publish_named(folder: str, name: str, parts: Sequence[memoryview], durable: bool, used_at: float | None) -> int | None:
+def _publish_named(
+    folder: str, name: str, parts: Sequence[memoryview], durable: bool, used_at: float | None, replace: bool
+) -> int | None:
     temp, path = f"{folder}/{TEMP_PREFIX}{secrets.token_hex(12)}", f"{folder}/{name}"
     with opened(calls.open_new(temp)) as fd:
         try:
             calls.lock_temp(fd)  # until it is closed: whoever finds it unlocked may remove it
             nbytes = _fill(fd, parts, durable, used_at)
             try:
-                calls.link(temp, path)
+                if replace:
+                    calls.rename(temp, path)
+                else:
+                    calls.link(temp, path)
             except FileExistsError:
                 return None
             except OSError as error:

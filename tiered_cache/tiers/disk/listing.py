@@ -162,11 +162,11 @@ class Listing:
     def refresh_all(self) -> None:
         """Bring everything up to date. Raises OSError."""
         above, places = 0, set[str]()
-        for identity in self._folders(""):
-            above += calls.used_bytes(calls.stat(f"{self.root}/{identity}"))
-            for namespace in self._folders(identity):
-                above += self._other_bytes(f"{identity}/{namespace}")
-                places.update(f"{identity}/{namespace}/{name}" for name in self._folders(f"{identity}/{namespace}"))
+        for identity in self.folders(""):
+            above += self._other_bytes(identity)
+            for namespace in self.folders(identity):
+                above += self._other_bytes(namespace)
+                places.update(self.folders(namespace))
             above += sum(self._other_files(identity))
         above += calls.used_bytes(calls.stat(self.root)) + sum(self._other_files(""))
         self._above = above
@@ -186,13 +186,14 @@ class Listing:
         except FileNotFoundError:
             return 0
 
-    def _folders(self, place: str) -> list[str]:
-        """Return the folders of ours below a place: their names are hexadecimal."""
+    def folders(self, place: str) -> list[str]:
+        """Return the places of ours below a place: their names are hexadecimal."""
         try:
             found = calls.names(f"{self.root}/{place}" if place else self.root)
         except FileNotFoundError:
             return []
-        return [name for name in found if len(name) % 2 == 0 and not set(name) - set("0123456789abcdef")]
+        names = [name for name in found if len(name) % 2 == 0 and not set(name) - set("0123456789abcdef")]
+        return [f"{place}/{name}" if place else name for name in names]
 
     def _other_files(self, place: str) -> Iterator[int]:
         path = f"{self.root}/{place}" if place else self.root

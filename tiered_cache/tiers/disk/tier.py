@@ -4,7 +4,6 @@ Owns finding, reading, writing and giving up files. Refuses to own threads and d
 of its own: everything here may wait for the disk) and what is worth storing (stack). No torch.
 """
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from tiered_cache.usage import format_bytes
 
 DURABILITIES = ("process", "crash")
 DEFAULT_MIN_FREE = "1GiB"
+MAX_TTL_S = 100 * 365 * 86_400  # what is to live longer lives so long: headers and file systems have room for no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class DiskTier:
         self.path = root.open_root(path)
         self.is_taken = False
         self.written_bytes = 0  # by this process
+        self._renewed = b""  # short key of the block whose main piece was replaced last
         self._device = calls.stat(self.path).st_dev
         self.after_fork()
 
@@ -139,25 +140,26 @@ class DiskTier:
         name = Name.of(block_key(parent, tokens), parent, tokens, kind == SIDE)
         shard = branch.shard(self._listing, parent)
         path = f"{shard.path}/{name}"
-        written = not self._touch(path, kind) or self._renew(shard, name, stay)
+        is_there = self._touch(path, kind)
+        is_outdated = is_there and self._ends_too_soon(shard, name, stay)
+        written = is_outdated or not is_there
         if written:
             payload = payload[: spec.payload_nbytes]
             rounded = -(-spec.file_nbytes // ALIGNMENT) * ALIGNMENT
             hangs_on = name.key if name.is_side else name.parent
             self._collector.make_room(rounded + self._new_folders_nbytes(shard), hangs_on)
-            ttl_ms = 0 if stay.ttl_s is None else max(1, int(stay.ttl_s * 1000))
+            ttl_ms = 0 if stay.ttl_s is None else max(1, int(min(stay.ttl_s, MAX_TTL_S) * 1000))
             header = encode_header(spec, Header(tokens, int(calls.now() * 1000), ttl_ms, checksums(payload)))
             folder = self._folder(branch, shard, about)
-            if ttl_ms and kind == MAIN:
-                self._mark(shard, name.key, TTL, calls.now() + ttl_ms / 1000)
-            elif kind == MAIN:  # of a piece by this name that expired
-                self._unmark(shard, name.key, TTL)
+            if kind == MAIN and not is_outdated:  # before it is there; of one that is replaced, after
+                self._mark_end(shard, name.key, ttl_ms)
             nbytes = files.publish(
                 folder,
                 str(name),
                 [memoryview(header), payload],
                 durable=self.durability == "crash",
                 used_at=0.0 if kind == SIDE else None,  # side pieces go first until a hit uses them
+                replace=is_outdated,
             )
             if nbytes is not None:
                 self._listing.add(shard, Entry(name, nbytes))
@@ -165,7 +167,10 @@ class DiskTier:
                 self.written_bytes += nbytes
                 if shard.stamp < 0:  # a new folder: it takes room too
                     self._listing.refresh(shard)
-                if kind == MAIN and not ttl_ms:
+                if is_outdated and kind == MAIN:
+                    self._mark_end(shard, name.key, ttl_ms)
+                self._renewed = name.key if is_outdated and kind == MAIN else b""
+                if kind == (SIDE if branch.window else MAIN) and not ttl_ms:
                     self._drop_covered(branch, shard, parent, tokens)
         if stay.pin and kind == MAIN and self._pinned_bytes() + spec.file_nbytes <= self._collector.pinned_capacity_bytes:
             self._mark(shard, name.key, PIN)
@@ -182,19 +187,15 @@ class DiskTier:
             quietly(lambda: calls.set_used(path, now))
         return True
 
-    def _renew(self, shard: Shard, name: Name, stay: Stay) -> bool:
-        """Remove a piece that is to go before it is wanted to; say whether that was so."""
+    def _ends_too_soon(self, shard: Shard, name: Name, stay: Stay) -> bool:
+        """Say whether a piece is to go before it is wanted to, so that another must take its place."""
+        if name.is_side:  # like its main piece, which was seen to just before
+            return name.key == self._renewed
         try:
             ends = calls.stat(f"{shard.path}/{name.key.hex()}{TTL}").st_mtime
         except FileNotFoundError:  # it stays until it is evicted
             return False
-        if stay.ttl_s is not None and ends > calls.now() + stay.ttl_s / 2:
-            return False
-        for is_side in (True, False):
-            each = dataclasses.replace(name, is_side=is_side)
-            collector.remove(self._listing, shard, shard.find(name.key, is_side) or Entry(each, 0))
-        self._unmark(shard, name.key, TTL)
-        return True
+        return stay.ttl_s is None or ends <= calls.now() + min(stay.ttl_s, MAX_TTL_S) / 2
 
     def _new_folders_nbytes(self, shard: Shard) -> int:
         """Return what must be made for the first piece in a folder takes, besides that piece."""
@@ -219,9 +220,13 @@ class DiskTier:
             calls.set_used(f"{shard.path}/{key.hex()}{suffix}", at)
         shard.marks[suffix][key] = calls.now() if at is None else at
 
-    def _unmark(self, shard: Shard, key: bytes, suffix: str) -> None:
-        shard.marks[suffix].pop(key, None)
-        files.unlink_if_there(f"{shard.path}/{key.hex()}{suffix}")
+    def _mark_end(self, shard: Shard, key: bytes, ttl_ms: int) -> None:
+        """Mark when a piece may be removed without looking into it, or that it stays."""
+        if ttl_ms:
+            self._mark(shard, key, TTL, calls.now() + ttl_ms / 1000)
+        else:
+            shard.marks[TTL].pop(key, None)
+            files.unlink_if_there(f"{shard.path}/{key.hex()}{TTL}")
 
     def _pinned_bytes(self) -> int:
         shards = list(self._listing.shards.values())
