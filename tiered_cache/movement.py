@@ -328,7 +328,9 @@ class Movement:
         with self._lock:
             piece.is_queued = False
             piece.saved_at = time.monotonic() if outcome is Outcome.STORED else 0.0
-            self.dropped_blocks += outcome is Outcome.DROPPED and piece.kind == MAIN
+            main = piece.block.pieces.get(MAIN)
+            is_half = piece.kind == SIDE and main is not None and main.is_safe  # else the main piece was counted
+            self.dropped_blocks += outcome is Outcome.DROPPED and (piece.kind == MAIN or is_half)
             self._inventory.unhold([piece.block])
 
 

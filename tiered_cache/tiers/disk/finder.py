@@ -113,6 +113,12 @@ class Finder:
             if block is None or block.num_tokens < block_tokens:
                 break
             parent = block.key
+        last = found[-1] if found else None
+        if branch.window and last is not None and last.num_tokens == block_tokens and not last.has_side:
+            # Whoever wrote it was killed: what it was to cover may still be there.
+            other = self._find_partial(branch, last.parent, last.tokens, block_tokens)
+            if other is not None and other.has_side:
+                found[-1] = other
         return found
 
     def read(self, branch: Branch, block: StoredBlock, kind: str, target: memoryview) -> None:
@@ -179,9 +185,11 @@ class Finder:
             except (CorruptEntryError, FileNotFoundError):
                 continue
             shared = common_tokens(stored, tokens)
-            if shared > (best.num_tokens if best else 0):
+            if shared and shared >= (best.num_tokens if best else 0):
                 key = block_key(parent, stored)
-                best = StoredBlock(key, parent, stored, shared, self._has_side(branch, shard, key, parent, stored))
+                has_side = self._has_side(branch, shard, key, parent, stored)
+                if best is None or (shared, has_side) > (best.num_tokens, best.has_side):
+                    best = StoredBlock(key, parent, stored, shared, has_side)
         return best
 
     def _tokens_of(self, branch: Branch, shard: Shard, entry: Entry, parent: bytes) -> bytes:

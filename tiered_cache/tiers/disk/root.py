@@ -39,10 +39,10 @@ def open_root(path: str | os.PathLike[str]) -> str:
             "choose a directory of your own."
         )
     try:
-        inside = {name for name in calls.names(root) if name != LOCK and not name.startswith(files.TEMP_PREFIX)}
+        inside = calls.names(root)
     except OSError as error:
         raise ConfigError(f"{argument} cannot be read: {error}. Choose another path.") from error
-    if inside and TAG not in inside:
+    if TAG not in inside and not all(map(_is_ours, inside)):
         raise ConfigError(
             f"{argument} holds other files. Choose an empty or a new directory: tiered_cache deletes what is old in it."
         )
@@ -51,6 +51,12 @@ def open_root(path: str | os.PathLike[str]) -> str:
             calls.set_mode(root, 0o700)
         make_root(root)
     return root
+
+
+def _is_ours(name: str) -> bool:
+    """Say whether a name in a directory without a tag is one that we make: somebody may be removing all of it right now."""
+    is_model = len(name) >= 16 and len(name) % 2 == 0 and not set(name) - set("0123456789abcdef")
+    return is_model or name == LOCK or name.startswith(files.TEMP_PREFIX)
 
 
 def _make_all(root: str) -> None:
