@@ -20,7 +20,7 @@ from tiered_cache.tiers.disk import Branch, DiskTier, StoredBlock
 from tiered_cache.tiers.disk.finder import ExpiredEntryError
 from tiered_cache.usage import MissReason, TierStats
 from tiered_cache.workers import Workers
-from tiered_cache.writeback import Outcome, WriteQueue
+from tiered_cache.writeback import WriteQueue
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Archive:
         self._shunned_until = 0.0
         self._logged_at = -LOG_EVERY_S
         self._staging: list[tuple[str, Buffer]] = []
-        self._staging_lock = threading.Lock()
+        self._staging_lock = threading.RLock()  # the garbage collector may close a stack anywhere
         self._spilled = 0
 
     def extend(
@@ -140,7 +140,7 @@ class Archive:
             tier.num_pieces, tier.used_bytes, tier.capacity_bytes, tier.evicted_pieces, tier.corrupt_pieces, self.failures
         )
 
-    def note(self, error: OSError) -> None:
+    def note(self, error: Exception) -> None:
         """Count a failure and say so, at most once a minute."""
         self.failures += 1
         self._log("it failed (%s); generate() goes on without it", error)
@@ -154,7 +154,7 @@ class Archive:
 
     def after_fork(self) -> None:
         """Begin again in a child process, which has none of the threads; what waits to be written is the parent's to write."""
-        self._staging_lock = threading.Lock()
+        self._staging_lock = threading.RLock()  # the garbage collector may close a stack anywhere
         self._staging, self._spilled = [], 0
         self.tier.after_fork()
 
@@ -191,7 +191,7 @@ class Archive:
             self._spilled += nbytes
             return True
 
-    def end_spill(self, port: BlockPort, buffer: Buffer | None, nbytes: int, outcome: Outcome = Outcome.DROPPED) -> None:
+    def end_spill(self, port: BlockPort, buffer: Buffer | None, nbytes: int) -> None:
         """Undo `take_spill`, and take the buffer back."""
         if buffer is not None:
             self.give_back(port, buffer)

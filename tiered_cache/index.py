@@ -52,10 +52,10 @@ class Piece:
     """One part of a block's K/V that rests in tiers by itself, `nbytes` large.
 
     `copies`: tier name -> its buffer, of tiers in memory. `saved_at`: when it was last known to be on disk, as
-    `time.monotonic()` counts; 0 if never. `is_queued`: it is on its way there.
+    `time.monotonic()` counts; 0 if never. `queued`: how often it is on its way there, the last time with (ttl_s, pin) `stay`.
     """
 
-    __slots__ = ("block", "copies", "is_queued", "key", "kind", "nbytes", "saved_at")
+    __slots__ = ("block", "copies", "key", "kind", "nbytes", "queued", "saved_at", "stay")
 
     def __init__(self, block: "Block", kind: str, nbytes: int) -> None:
         self.block = block
@@ -64,12 +64,13 @@ class Piece:
         self.nbytes = nbytes
         self.copies: dict[str, Any] = {}
         self.saved_at = 0.0
-        self.is_queued = False
+        self.queued = 0
+        self.stay: tuple[float | None, bool] = (None, False)
 
     @property
     def is_safe(self) -> bool:
         """Say whether it is on disk, or on its way there."""
-        return self.is_queued or self.saved_at > 0
+        return self.queued > 0 or self.saved_at > 0
 
 
 class Block(Node):

@@ -80,6 +80,7 @@ class Movement:
         archive: Archive | None,
     ) -> None:
         self.dropped_blocks = 0
+        self._queued: set[Piece] = set()  # on their way to disk; their blocks are held
         self._lock = lock
         self._index = index
         self._inventory = inventory
@@ -266,14 +267,21 @@ class Movement:
             return
         for kind, piece in block.pieces.items():
             buffer = piece.copies.get("host")
-            is_fresh = piece.saved_at and time.monotonic() - piece.saved_at < SAVED_S and not stay.pin
-            if buffer is None or piece.is_queued or is_fresh:
+            wanted = stay.ttl_s, stay.pin
+            if piece.queued:
+                is_seen_to = piece.stay == wanted
+            else:  # what is there for a time only may have to stay longer
+                is_fresh = piece.saved_at > 0 and time.monotonic() - piece.saved_at < SAVED_S
+                is_seen_to = is_fresh and piece.stay[0] is None and not stay.pin
+            if buffer is None or is_seen_to:
                 continue
             write = Write(
                 branch, parent.key, block.key, kind, block.tokens, port.view(buffer), piece.nbytes, stay, about,
                 functools.partial(self._saved, piece),
             )  # fmt: skip
-            piece.is_queued = True
+            piece.queued += 1
+            piece.stay = wanted
+            self._queued.add(piece)
             self._inventory.hold([block])
             if not self._archive.writes.put(write):
                 self._saved(piece, Outcome.DROPPED)
@@ -312,13 +320,13 @@ class Movement:
                 try:
                     buffer = archive.borrow(port, nbytes)
                     port.save(kind, start + done, num_tokens, [buffer]).wait()
-                    finish = functools.partial(archive.end_spill, port, buffer, nbytes)
+                    finish = functools.partial(self._spilled, port, buffer, nbytes)
                 except BaseException:
                     archive.end_spill(port, None, nbytes)
                     raise
                 payload = port.view(buffer)[: branch.layout.nbytes(kind, num_tokens)]
                 if not archive.writes.put(Write(branch, parent, key, kind, chunk, payload, 0, stay, about, finish)):
-                    finish(Outcome.DROPPED)
+                    archive.end_spill(port, buffer, nbytes)
                     return done
             done += num_tokens
             parent = key
@@ -326,12 +334,26 @@ class Movement:
 
     def _saved(self, piece: Piece, outcome: Outcome) -> None:
         with self._lock:
-            piece.is_queued = False
+            piece.queued -= 1
             piece.saved_at = time.monotonic() if outcome is Outcome.STORED else 0.0
             main = piece.block.pieces.get(MAIN)
             is_half = piece.kind == SIDE and main is not None and main.is_safe  # else the main piece was counted
             self.dropped_blocks += outcome is Outcome.DROPPED and (piece.kind == MAIN or is_half)
+            if not piece.queued:
+                self._queued.discard(piece)
             self._inventory.unhold([piece.block])
+
+    def _spilled(self, port: BlockPort, buffer: Buffer, nbytes: int, outcome: Outcome) -> None:
+        assert self._archive is not None
+        self._archive.end_spill(port, buffer, nbytes)
+        with self._lock:
+            self.dropped_blocks += outcome is Outcome.DROPPED
+
+    def after_fork(self) -> None:
+        """In a child process, whose parent writes what is queued. Under the stack's lock."""
+        for piece in list(self._queued):
+            while piece.queued:
+                self._saved(piece, Outcome.STORED)
 
 
 _NO_BAR = progress.no_bar(0, "", "")

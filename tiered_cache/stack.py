@@ -279,7 +279,8 @@ class TierStack:
         Caches that use this stack go on without reuse.
         """
         if self._archive is not None and not self.closed:
-            self._archive.flush(EXIT_FLUSH_S)
+            if not self._archive.flush(EXIT_FLUSH_S):
+                self._archive.writes.give_up()
         self._close()
 
     def _close(self) -> None:
@@ -340,10 +341,12 @@ def check_stack(stack: object, argument: str) -> TierStack:
     return stack
 
 
+_fork_lock = threading.Lock()  # threads fork one after the other
 _forking: list[TierStack] = []  # those whose locks are held while the process forks, so that a child's index is whole
 
 
 def _before_fork() -> None:
+    _fork_lock.acquire()
     _forking[:] = list(_all)
     for stack in _forking:
         stack._lock.acquire()
@@ -354,7 +357,9 @@ def _after_fork(in_child: bool) -> None:
         stack = _forking.pop()
         if in_child and stack._archive is not None:
             stack._archive.after_fork()
+            stack._movement.after_fork()
         stack._lock.release()
+    _fork_lock.release()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=lambda: _after_fork(False), after_in_child=lambda: _after_fork(True))

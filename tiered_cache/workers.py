@@ -44,7 +44,7 @@ class Workers:
                 thread = threading.Thread(target=_work, args=(self._queue, self._idle), name=self._name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
-        self._queue.put((future, function, args))
+            self._queue.put((future, function, args))  # before a `close` ends the threads
         return future
 
     def close(self) -> None:

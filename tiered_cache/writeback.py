@@ -63,7 +63,7 @@ class WriteQueue:
         note: told of every error of the disk.
     """
 
-    def __init__(self, tier: DiskTier, capacity_bytes: int, note: Callable[[OSError], None]) -> None:
+    def __init__(self, tier: DiskTier, capacity_bytes: int, note: Callable[[Exception], None]) -> None:
         self._tier = tier
         self._capacity_bytes = capacity_bytes
         self._note = note
@@ -72,7 +72,7 @@ class WriteQueue:
         _all.add(self)
 
     def _start_anew(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition(threading.RLock())  # the garbage collector may close a stack anywhere
         self._writes: deque[Write] = deque()
         self._current: Write | None = None
         self._nbytes = 0
@@ -121,6 +121,11 @@ class WriteQueue:
                 self._thread = threading.Thread(target=self._run, name="tiered_cache writer", daemon=True)
                 self._thread.start()
 
+    def give_up(self) -> None:
+        """Drop what is queued; the end of the interpreter does not wait for what is in work either."""
+        _all.discard(self)
+        self.drop(lambda write: True)
+
     def close(self) -> None:
         """Take nothing more. What is queued is still written, while the process lives."""
         with self._changed:
@@ -163,7 +168,7 @@ class WriteQueue:
             return False
         try:
             self._tier.ensure(write.branch, write.parent, write.kind, write.tokens, write.payload, write.stay, write.about)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, this thread goes on
             self._errors_in_row += 1
             if self._errors_in_row > 1:
                 self._paused_until = time.monotonic() + min(2.0 ** (self._errors_in_row - 2), MAX_PAUSE_S)
@@ -176,7 +181,7 @@ class WriteQueue:
         self._is_tidy = True
         try:
             self._tier.tidy()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, this thread goes on
             self._note(error)
 
     def _take_descendants(self, failed: Write) -> list[Write]:
@@ -205,10 +210,7 @@ class WriteQueue:
 
 def _after_fork() -> None:
     for queue in list(_all):
-        pending = [*([queue._current] if queue._current else []), *queue._writes]
-        queue._start_anew()
-        for write in pending:
-            write.done(Outcome.STORED)  # by the parent, whose they are
+        queue._start_anew()  # what was queued is written by the parent, whose it is
 
 
 def _at_exit() -> None:

@@ -168,7 +168,7 @@ class Listing:
                 above += self._other_bytes(namespace)
                 places.update(self.folders(namespace))
             above += sum(self._other_files(identity))
-        above += calls.used_bytes(calls.stat(self.root)) + sum(self._other_files(""))
+        above += self._other_bytes("") + sum(self._other_files(""))
         self._above = above
         for place in places:
             self.refresh(self._known(place))

@@ -208,8 +208,10 @@ class DiskTier:
     def _folder(self, branch: Branch, shard: Shard, about: Mapping[str, object]) -> str:
         """Make the folder of a shard, and say in words beside it what the identity is."""
         namespace = branch.namespace_digest.hex()
-        above = files.make_folders(self.path, branch.folder.hex())
+        above = f"{self.path}/{branch.folder.hex()}"
         if not files.exists(f"{above}/{root.MODEL}"):
+            root.make_root(self.path)  # which may have failed before, or somebody removed all that was in it
+            files.make_folders(self.path, branch.folder.hex())
             words = json.dumps(dict(about), indent=1, sort_keys=True, default=str) + "\n"
             files.publish(above, root.MODEL, [memoryview(words.encode())])
         return files.make_folders(above, namespace, shard.path.rpartition("/")[2])
