@@ -278,9 +278,8 @@ class TierStack:
 
         Caches that use this stack go on without reuse.
         """
-        if self._archive is not None and not self.closed:
-            if not self._archive.flush(EXIT_FLUSH_S):
-                self._archive.writes.give_up()
+        if self._archive is not None and not self.closed and not self._archive.flush(EXIT_FLUSH_S):
+            self._archive.writes.give_up()
         self._close()
 
     def _close(self) -> None:
