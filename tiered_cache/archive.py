@@ -59,23 +59,33 @@ class Archive:
         self._spilled = 0
 
     def extend(
-        self, branches: Sequence[Branch], parent: bytes, tokens: bytes, block_tokens: int
-    ) -> tuple[Branch, list[StoredBlock], MissReason | None]:
-        """Return what is stored behind a block in the first of `branches` there is, and what kept that from being known.
+        self,
+        branches: Sequence[Branch],
+        parent: bytes,
+        tokens: bytes,
+        block_tokens: int,
+        halves: Sequence[tuple[bytes, bytes]] = (),
+    ) -> tuple[Branch, list[StoredBlock], list[StoredBlock], MissReason | None]:
+        """Look for what is stored in the first of `branches` there is. See `DiskTier.extend`.
 
-        See `DiskTier.extend`.
+        Args:
+            halves: (parent, tokens) of blocks of which only the side piece is wanted.
+
+        Returns:
+            The branch, the blocks behind `parent`, those of `halves` that have a side piece, what kept more from being known.
         """
         if time.monotonic() < self._shunned_until:
-            return branches[0], [], MissReason.DEADLINE
+            return branches[0], [], [], MissReason.DEADLINE
 
-        def look() -> tuple[Branch, list[StoredBlock]]:
+        def look() -> tuple[Branch, list[StoredBlock], list[StoredBlock]]:
             branch = next((branch for branch in branches if self.tier.has(branch)), branches[0])
-            return branch, self.tier.extend(branch, parent, tokens, block_tokens)
+            sides = [side for half in halves if (side := self.tier.find_side(branch, *half)) is not None]
+            return branch, self.tier.extend(branch, parent, tokens, block_tokens), sides
 
         try:
             return *self.result(self._workers.submit(look), LOOKUP_S), None
         except (OSError, FutureTimeoutError) as error:
-            return branches[0], [], self.reason_of(error)
+            return branches[0], [], [], self.reason_of(error)
 
     def read(self, branch: Branch, block: StoredBlock, kind: str, target: memoryview) -> "Future[None]":
         """Start to read a piece into `target`, verified. See `DiskTier.read`."""

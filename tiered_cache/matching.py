@@ -3,8 +3,8 @@
 Owns how long a hit can be. Refuses to own finding it (stack).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from tiered_cache.index import Part, Root
@@ -22,6 +22,7 @@ class Match:
         parts: blocks in memory, in order.
         branch: where its blocks on disk are, if a disk was asked.
         stored: blocks on disk behind `parts`, in order. They are verified when they are fetched.
+        sides: of blocks in memory, by key, whose side pieces are on disk only.
         trouble: what kept more from being found or fetched.
     """
 
@@ -29,7 +30,13 @@ class Match:
     parts: tuple[Part, ...]
     branch: Branch | None = None
     stored: tuple[StoredBlock, ...] = ()
+    sides: Mapping[bytes, StoredBlock] = field(default_factory=dict)
     trouble: MissReason | None = None
+
+    @property
+    def on_disk(self) -> list[StoredBlock]:
+        """Return the blocks of which something is to be read from disk."""
+        return [*self.sides.values(), *self.stored]
 
     @property
     def num_tokens(self) -> int:
@@ -63,12 +70,14 @@ class Match:
 
     def without(self, block: StoredBlock, kind: str, trouble: MissReason) -> Self:
         """Return this match without a piece on disk that could not be had, nor what hangs on it."""
+        if block.key in self.sides:
+            return replace(self, sides={key: side for key, side in self.sides.items() if key != block.key}, trouble=trouble)
         at = self.stored.index(block)
         kept = self.stored[:at] if kind == MAIN else (*self.stored[:at], replace(block, has_side=False), *self.stored[at + 1 :])
         return replace(self, stored=kept, trouble=trouble)
 
     def _lengths(self) -> Iterator[tuple[int, bool]]:
         for part in self.parts:
-            yield part.num_tokens, SIDE in part.block.pieces
+            yield part.num_tokens, SIDE in part.block.pieces or part.block.key in self.sides
         for block in self.stored:
             yield block.num_tokens, block.has_side

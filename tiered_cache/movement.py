@@ -306,31 +306,46 @@ class Movement:
             start: the first token's place in the sequence.
             reused: tokens of the sequence that were fetched: those came from the disk, and are there.
         """
-        archive, done = self._archive, 0
-        if archive is None or (isinstance(node, Block) and not node.pieces[MAIN].is_safe):
+        done = 0
+        if self._archive is None or (isinstance(node, Block) and not node.pieces[MAIN].is_safe):
             return 0
         parent = node.key
         for chunk in tokens:
-            key, num_tokens = block_key(parent, chunk), len(chunk) // TOKEN_NBYTES
+            num_tokens = len(chunk) // TOKEN_NBYTES
             kinds = (MAIN, SIDE) if port.window and port.has_side(start + done) else (MAIN,)
             for kind in kinds if start + done + num_tokens > reused else ():
-                nbytes = port.nbytes(kind, num_tokens)
-                if not archive.take_spill(nbytes):
-                    return done
-                try:
-                    buffer = archive.borrow(port, nbytes)
-                    port.save(kind, start + done, num_tokens, [buffer]).wait()
-                    finish = functools.partial(self._spilled, port, buffer, nbytes)
-                except BaseException:
-                    archive.end_spill(port, None, nbytes)
-                    raise
-                payload = port.view(buffer)[: branch.layout.nbytes(kind, num_tokens)]
-                if not archive.writes.put(Write(branch, parent, key, kind, chunk, payload, 0, stay, about, finish)):
-                    archive.end_spill(port, buffer, nbytes)
+                if not self._spill_piece(branch, parent, kind, chunk, start + done, port, stay, about):
                     return done
             done += num_tokens
-            parent = key
+            parent = block_key(parent, chunk)
         return done
+
+    def spill_side(self, block: Block, start: int, branch: Branch, port: BlockPort, stay: Stay, about: About) -> None:
+        """Queue the side piece of a held block, for which memory has no room, from bytes of its own."""
+        if self._archive is not None and block.pieces[MAIN].is_safe:
+            self._spill_piece(branch, block.parent.key, SIDE, block.tokens, start, port, stay, about)
+
+    def _spill_piece(
+        self, branch: Branch, parent: bytes, kind: str, tokens: bytes, start: int, port: BlockPort, stay: Stay, about: About
+    ) -> bool:
+        archive = self._archive
+        assert archive is not None
+        num_tokens = len(tokens) // TOKEN_NBYTES
+        nbytes = port.nbytes(kind, num_tokens)
+        if not archive.take_spill(nbytes):
+            return False
+        try:
+            buffer = archive.borrow(port, nbytes)
+            port.save(kind, start, num_tokens, [buffer]).wait()
+        except BaseException:
+            archive.end_spill(port, None, nbytes)
+            raise
+        payload = port.view(buffer)[: branch.layout.nbytes(kind, num_tokens)]
+        finish = functools.partial(self._spilled, port, buffer, nbytes)
+        if archive.writes.put(Write(branch, parent, block_key(parent, tokens), kind, tokens, payload, 0, stay, about, finish)):
+            return True
+        archive.end_spill(port, buffer, nbytes)
+        return False
 
     def _saved(self, piece: Piece, outcome: Outcome) -> None:
         with self._lock:
@@ -370,5 +385,6 @@ def _plan(match: Match, num_tokens: int, window: int) -> Iterator[_Step]:
             return
         yield _Step(block, MAIN, start, take)
         if window > 0 and start + take > num_tokens - window:
-            yield _Step(block, SIDE, start, take)
+            is_here = isinstance(block, StoredBlock) or SIDE in block.pieces
+            yield _Step(block if is_here else match.sides[block.key], SIDE, start, take)
         start += take

@@ -110,16 +110,21 @@ class TierStack:
         whole = [part for part in match.parts if part.num_tokens == self.block_tokens]
         rest = tokens[len(whole) * self.block_tokens * TOKEN_NBYTES :]
         in_part = match.num_tokens - len(whole) * self.block_tokens
+        halves = [part.block for part in match.parts if match.window and SIDE not in part.block.pieces]
         if len(rest) // TOKEN_NBYTES - in_part <= 1:  # one token is always left to compute
-            return match
+            if not halves:
+                return match
+            rest = b""
         parent = whole[-1].block.key if whole else root_key(branches[0].identity, self.namespace, salt, self.block_tokens)
-        branch, stored, trouble = self._archive.extend(branches, parent, rest, self.block_tokens)
+        wanted = [(block.parent.key, block.tokens) for block in halves]
+        branch, stored, sides, trouble = self._archive.extend(branches, parent, rest, self.block_tokens, wanted)
+        match = replace(match, branch=branch, sides={block.key: block for block in sides}, trouble=trouble)
         if sum(block.num_tokens for block in stored) <= in_part:
-            return replace(match, trouble=trouble)
+            return match
         if in_part:
             with self._lock:
                 self._inventory.unhold([match.parts[-1].block])
-        return Match(match.root, tuple(whole), branch, tuple(stored), trouble)
+        return replace(match, parts=tuple(whole), stored=tuple(stored))
 
     def fetch(self, match: Match, num_tokens: int, port: BlockPort, shared: SharedReads | None = None) -> Fetched:
         """Copy the first `num_tokens` tokens of a held match to the layers.
@@ -190,6 +195,9 @@ class TierStack:
                         self._inventory.let_stay(block, stay.ttl_s, stay.pin)
                         if about is not None:
                             self._movement.save(block, branch, port, stay, about)
+                    lacks_side = port.window and SIDE not in block.pieces and block.tokens == chunk and port.has_side(start)
+                    if about is not None and lacks_side and start + block.num_tokens > reused:  # memory has no room for it
+                        self._movement.spill_side(block, start, branch, port, stay, about)
                     if ctrl_c.requested:
                         break
                     node, start = block, start + block.num_tokens

@@ -59,12 +59,19 @@ class Workers:
 def _work(jobs: "queue.SimpleQueue[Any]", idle: threading.Semaphore) -> None:
     while (job := jobs.get()) is not None:
         future, function, args = job
+        result, failure = None, None
         if future.set_running_or_notify_cancel():
             try:
-                future.set_result(function(*args))
+                result = function(*args)
             except BaseException as error:  # noqa: BLE001  it is the caller's
-                future.set_exception(error)
-        del job, future, function, args  # what it was done with is free while this thread waits
+                failure = error
+        # What it was done with goes before anybody is told: a thread that frees a tensor while the interpreter ends aborts it.
+        del job, function, args
+        if failure is not None:
+            future.set_exception(failure)
+        elif not future.cancelled():
+            future.set_result(result)
+        del future, result, failure
         idle.release()
 
 

@@ -156,8 +156,11 @@ class WriteQueue:
         dropped = [] if is_stored else self._take_descendants(write)
         for each in (write, *dropped):
             each.done(Outcome.STORED if is_stored else Outcome.DROPPED)
+        nbytes = write.nbytes
+        # The bytes go before anybody is told: a thread that frees a tensor while the interpreter ends aborts the process.
+        del write, each, dropped
         with self._changed:
-            self._nbytes -= write.nbytes
+            self._nbytes -= nbytes
             self._current = None
             self._is_tidy = False
             self._changed.notify_all()

@@ -272,7 +272,7 @@ class Binding:
 
 def _read_by_several(matches: Sequence[Match]) -> SharedReads:
     """Return the pieces on disk that several rows need."""
-    count = Counter(block.key for match in matches for block in match.stored)
+    count = Counter(block.key for match in matches for block in match.on_disk)
     return {(key, kind): None for key, rows in count.items() if rows > 1 for kind in (MAIN, SIDE)}
 
 

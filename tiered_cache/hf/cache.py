@@ -344,10 +344,9 @@ class TieredCache(DynamicCache):
         kept = resident.serves(prompt.repeat(expand), binding, limit)
         matches = binding.match(prompt, self._by_hand)
         try:
-            reach = [pad + match.num_tokens for pad, match in zip(prompt.pads, matches, strict=True)]
             columns, served = 0, dict[str, int]()
             while columns == 0 and (stored := binding.usable(prompt, matches, limit)) > kept:
-                if not any(match.stored for match in matches):  # nothing can fail any more
+                if not any(match.on_disk for match in matches):  # nothing can fail any more
                     resident.layers.clear()  # not needed any more: frees their memory before more is taken
                 loaded = binding.load(prompt, expand, matches, stored)
                 columns, served, matches = loaded.columns, loaded.served, loaded.matches
@@ -363,7 +362,7 @@ class TieredCache(DynamicCache):
         for trouble, why in _TROUBLES.items():
             if any(match.trouble is trouble for match in matches):
                 return columns, served, Refusal(trouble, why)
-        shortest = min(reach)
+        shortest = min(pad + match.num_tokens for pad, match in zip(prompt.pads, matches, strict=True))
         if any(match.num_tokens > max(0, shortest - pad) for pad, match in zip(prompt.pads, matches, strict=True)):
             why = "one row of the batch shares less with what is stored than others do"
             return columns, served, Refusal(MissReason.ROW_LIMIT, why)

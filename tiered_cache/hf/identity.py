@@ -4,6 +4,7 @@ Owns the fingerprint of weights, config and surroundings, and the cheap check at
 Refuses to own keys (they take the fingerprint as opaque bytes) and which calls may reuse (cache, session).
 """
 
+import functools
 import hashlib
 import inspect
 import io
@@ -13,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -28,8 +30,12 @@ _IGNORED_CONFIG = frozenset(
 )  # fmt: skip
 _SAMPLES = 16  # elements of each tensor looked at in every call
 _SETTINGS = frozenset({int, float, bool, str})  # plain attributes of modules that may change what they compute
-_VOLATILE = frozenset({"training", "max_seq_len_cached", "_is_hf_initialized", "_active_adapter", "_disable_adapters"})
+_VOLATILE = frozenset(
+    {"training", "name_or_path", "max_seq_len_cached", "_is_hf_initialized", "_active_adapter", "_disable_adapters"}
+)
 
+_LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate"})  # a version says what their code is
+_LOCAL = "of this process "
 
 Facts = tuple[object, ...]  # about one tensor
 
@@ -47,11 +53,12 @@ class Fingerprint:
     digest: bytes
     glance: tuple[Facts, ...]
     state: tuple[tuple[object, ...], ...]
+    is_local: bool = False  # code is known by numbers of this process
 
     @property
     def is_portable(self) -> bool:
         """Say whether it means the same in every process: hooks and replaced functions are known by numbers of this one."""
-        return not any(replaced for _, _, _, replaced, _ in self.state)
+        return not self.is_local and not any(replaced for _, _, _, replaced, _ in self.state)
 
 
 @dataclass(slots=True)
@@ -100,8 +107,9 @@ def identify(model: PreTrainedModel) -> Fingerprint | None:
     state = tuple(_module_state(modules))
     if state != memory.state:
         memory.state, memory.state_text = state, repr(state)
-    digest.update((_surroundings(model, modules) + memory.state_text).encode())
-    return Fingerprint(digest.digest(), seen, state)
+    around = _surroundings(model, modules)
+    digest.update((around + memory.state_text).encode())
+    return Fingerprint(digest.digest(), seen, state, _LOCAL in around)
 
 
 def is_unchanged(model: PreTrainedModel, since: Fingerprint) -> bool:
@@ -292,22 +300,75 @@ def _module_state(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[object,
 
 
 def _code(cls: Any) -> str:
-    """Return what a module class computes, as far as its code says: its forward, and the functions that calls by name."""
-    forward = inspect.unwrap(cls.forward)
-    names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
-    called = [place for name in names for place in (forward.__globals__.get(name), getattr(cls, name, None))]
-    functions = [cls.forward, forward, *(value for value in called if inspect.isfunction(value))]
-    return f"{cls.__module__}.{cls.__qualname__}: {' '.join(map(_function, functions))}"
+    """Return what a module class computes, as far as its code says: its forward, and the functions that calls by name.
+
+    Of code that is not a library's, also what those call, and the plain values they all use: nobody numbers its versions.
+    """
+    texts: dict[Any, str] = {}
+    _read_code(cls.forward, cls, texts)
+    return f"{cls.__module__}.{cls.__qualname__}: {' '.join(texts.values())}"
+
+
+def _read_code(function: Any, cls: Any, texts: dict[Any, str], *, follows: bool = True) -> None:
+    """Add a function, and what it uses, to `texts`."""
+    unwrapped = inspect.unwrap(function)
+    for each in {function: None, unwrapped: None}:
+        if each not in texts:
+            texts[each] = _function(each)
+    if not follows or not hasattr(unwrapped, "__code__"):
+        return
+    is_library = _is_library(unwrapped)
+    for name in sorted(_names(unwrapped.__code__)):
+        for value in (unwrapped.__globals__.get(name), getattr(cls, name, None)):
+            if inspect.isfunction(value):
+                if inspect.unwrap(value) not in texts:
+                    _read_code(value, cls, texts, follows=not is_library)
+            elif type(value) in _SETTINGS and not is_library:
+                texts[unwrapped, name] = f"{name}={value!r}"
+
+
+def _is_library(function: Any) -> bool:
+    return str(function.__module__).partition(".")[0] in _LIBRARIES
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that code, and functions inside it, look up."""
+    return set(code.co_names).union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _function(function: Any) -> str:
-    """Return a function's name and a digest of its code: the same in every process, another if somebody replaced it."""
+    """Return a function's name and a digest of its code: the same in every process, another if somebody replaced it.
+
+    What cannot be told so (an object that is called, a value in a closure) is known by a number of this process.
+    """
+    if isinstance(function, functools.partial):
+        bound = [_value(value) for value in (*function.args, *itertools.chain(*sorted(function.keywords.items())))]
+        return f"partial({_function(function.func)}, {', '.join(bound)})"
     code = getattr(function, "__code__", None)
     if code is None:
-        return repr(type(function).__qualname__)
-    name = f"{function.__module__}.{function.__qualname__}"
+        return _value(function)
+    if _is_library(function):
+        return f"{function.__module__}.{function.__qualname__}-{xxhash.xxh3_64_hexdigest(_bytes_of_code(code))}"
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    defaults = [*(function.__defaults__ or ()), *itertools.chain(*sorted((function.__kwdefaults__ or {}).items()))]
+    used = [_value(value) for value in (*cells, *defaults)]
+    return f"{function.__module__}.{function.__qualname__}-{xxhash.xxh3_64_hexdigest(_bytes_of_code(code))} {' '.join(used)}"
+
+
+def _bytes_of_code(code: CodeType) -> bytes:
     constants = [value for value in code.co_consts if type(value) in _SETTINGS]
-    return f"{name}-{xxhash.xxh3_64_hexdigest(code.co_code + repr((code.co_names, constants)).encode())}"
+    inner = [_bytes_of_code(value) for value in code.co_consts if isinstance(value, CodeType)]
+    return code.co_code + repr((code.co_names, constants, inner)).encode()
+
+
+def _value(value: Any) -> str:
+    if value is None or type(value) in _SETTINGS:
+        return repr(value)
+    if inspect.isfunction(value) and (_is_library(value) or not value.__closure__):
+        return _function(value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"{type(value).__qualname__} {_LOCAL}{_serial(value)}"
 
 
 def _state_of(function: Any) -> tuple[object, ...]:

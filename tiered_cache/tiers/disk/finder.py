@@ -152,6 +152,13 @@ class Finder:
             return None
         return StoredBlock(key, parent, tokens, len(tokens) // TOKEN_NBYTES, self._has_side(branch, shard, key, parent, tokens))
 
+    def find_side(self, branch: Branch, parent: bytes, tokens: bytes) -> StoredBlock | None:
+        """Return a block if its side piece is stored. Raises OSError."""
+        key = block_key(parent, tokens)
+        if not self._has_side(branch, branch.shard(self._listing, parent), key, parent, tokens):
+            return None
+        return StoredBlock(key, parent, tokens, len(tokens) // TOKEN_NBYTES, True)
+
     def _has_side(self, branch: Branch, shard: Shard, key: bytes, parent: bytes, tokens: bytes) -> bool:
         return branch.window > 0 and self._is_there(shard, Name.of(key, parent, tokens, is_side=True))
 

@@ -154,7 +154,11 @@ class Listing:
                 return
             if len(shard.entries) > _LARGE and 0 <= now - shard.listed_at < _SETTLED_S:
                 return
-            self._read(shard)
+            try:
+                self._read(shard)
+            except FileNotFoundError:  # removed since
+                shard.empty()
+                return
             shard.nbytes += calls.used_bytes(found)
             shard.stamp, shard.settled = found.st_mtime_ns, now - found.st_mtime > _SETTLED_S
             shard.listed_at = now

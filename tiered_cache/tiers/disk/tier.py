@@ -6,7 +6,7 @@ of its own: everything here may wait for the disk) and what is worth storing (st
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +22,8 @@ from tiered_cache.usage import format_bytes
 
 DURABILITIES = ("process", "crash")
 DEFAULT_MIN_FREE = "1GiB"
+
+_TRIES = 3  # to put a file into a folder that others may remove while it is empty
 MAX_TTL_S = 100 * 365 * 86_400  # what is to live longer lives so long: headers and file systems have room for no more
 
 
@@ -108,6 +110,10 @@ class DiskTier:
         """Return the stored blocks that continue a sequence. See `Finder.extend`."""
         return self._finder.extend(branch, parent, tokens, block_tokens)
 
+    def find_side(self, branch: Branch, parent: bytes, tokens: bytes) -> StoredBlock | None:
+        """Return a block if its side piece is stored."""
+        return self._finder.find_side(branch, parent, tokens)
+
     def read(self, branch: Branch, block: StoredBlock, kind: str, target: memoryview) -> None:
         """Fill `target` with the verified payload of a block's piece. See `Finder.read`."""
         self._finder.read(branch, block, kind, target)
@@ -150,17 +156,7 @@ class DiskTier:
             self._collector.make_room(rounded + self._new_folders_nbytes(shard), hangs_on)
             ttl_ms = 0 if stay.ttl_s is None else max(1, int(min(stay.ttl_s, MAX_TTL_S) * 1000))
             header = encode_header(spec, Header(tokens, int(calls.now() * 1000), ttl_ms, checksums(payload)))
-            folder = self._folder(branch, shard, about)
-            if kind == MAIN and not is_outdated:  # before it is there; of one that is replaced, after
-                self._mark_end(shard, name.key, ttl_ms)
-            nbytes = files.publish(
-                folder,
-                str(name),
-                [memoryview(header), payload],
-                durable=self.durability == "crash",
-                used_at=0.0 if kind == SIDE else None,  # side pieces go first until a hit uses them
-                replace=is_outdated,
-            )
+            nbytes = self._publish(branch, shard, name, [memoryview(header), payload], ttl_ms, is_outdated, about)
             if nbytes is not None:
                 self._listing.add(shard, Entry(name, nbytes))
                 self._collector.unseen_bytes += nbytes
@@ -175,6 +171,30 @@ class DiskTier:
         if stay.pin and kind == MAIN and self._pinned_bytes() + spec.file_nbytes <= self._collector.pinned_capacity_bytes:
             self._mark(shard, name.key, PIN)
         return written
+
+    def _publish(
+        self,
+        branch: Branch,
+        shard: Shard,
+        name: Name,
+        parts: Sequence[memoryview],
+        ttl_ms: int,
+        is_outdated: bool,
+        about: Mapping[str, object],
+    ) -> int | None:
+        """Create a piece's file in its folder, which is made if need be. See `files.publish`."""
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                folder = self._folder(branch, shard, about)
+                if not name.is_side and not is_outdated:  # before it is there; of one that is replaced, after
+                    self._mark_end(shard, name.key, ttl_ms)
+                used_at = 0.0 if name.is_side else None  # side pieces go first until a hit uses them
+                is_durable = self.durability == "crash"
+                return files.publish(folder, str(name), parts, durable=is_durable, used_at=used_at, replace=is_outdated)
+            except FileNotFoundError:  # a folder was removed, being empty, before the file was in it
+                if not tries_left:
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def _touch(self, path: str, kind: str) -> bool:
         """Note the use of a piece, if it is there; say whether it is."""
