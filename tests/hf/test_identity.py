@@ -1,9 +1,14 @@
 """What a fingerprint is made of and when it is taken, beyond the matrix of changes in test_identity_matrix.py."""
 
+import functools
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.hf.harness import assert_same, check, new_stack, run
 from tests.hf.models import fresh, prompt, tiny
@@ -228,3 +233,71 @@ def test_identity_is_the_same_in_another_process() -> None:
         for _ in range(2)
     }
     assert found == {identity.identify(fresh()).digest.hex()}
+
+
+OWN_CODE = """
+import torch
+
+FACTOR = {factor}
+
+
+def inner(states):
+    return states * {deep}
+
+
+def outer(states):
+    return inner(states)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, states):
+        return outer(self.block(states)) * FACTOR
+"""
+
+
+def identity_with_own_code(folder: Path, **values: float) -> identity.Fingerprint:
+    """Return the fingerprint of a model with a module of the user's own, as if its file had been edited between two processes."""
+    file = folder / "own_block.py"
+    file.write_text(OWN_CODE.format(**{"factor": 1.0, "deep": 1.0, **values}))
+    spec = importlib.util.spec_from_file_location("own_block", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = fresh()
+    model.model.layers[0].mlp = module.Block(model.model.layers[0].mlp).eval()
+    found = identity.identify(model)
+    assert found is not None
+    return found
+
+
+def test_code_of_ones_own_is_followed(tmp_path: Path) -> None:
+    """Nobody numbers its versions: constants and helpers it uses count, in every process alike."""
+    base = identity_with_own_code(tmp_path)
+    assert base.is_portable
+    assert identity_with_own_code(tmp_path).digest == base.digest
+    assert identity_with_own_code(tmp_path, factor=2.0).digest != base.digest
+    assert identity_with_own_code(tmp_path, deep=2.0).digest != base.digest
+
+
+@pytest.mark.parametrize(
+    "bind", [functools.partial, lambda function, **bound: lambda *args, **kw: function(*args, **kw, **bound)]
+)
+def test_an_attention_function_registered_again(bind: Any, monkeypatch: pytest.MonkeyPatch, stack: TierStack) -> None:
+    """The same code with another value bound to it is another function."""
+
+    def attention(*args: Any, strength: float, **kwargs: Any) -> Any:
+        output, weights = sdpa_attention_forward(*args, **kwargs)
+        return output * strength, weights
+
+    model = fresh()
+    model.set_attn_implementation("sdpa")
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", bind(attention, strength=1.0))
+    check(model, prompt(40), stack, cached=0)
+    check(model, prompt(40), stack, cached=39)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", bind(attention, strength=0.5))
+    check(model, prompt(40), stack, cached=0)

@@ -368,6 +368,9 @@ def _value(value: Any) -> str:
         return _function(value)
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
+    if type(value) in (tuple, list, dict):
+        items = itertools.chain(*value.items()) if type(value) is dict else value
+        return f"{type(value).__qualname__}({', '.join(map(_value, items))})"
     return f"{type(value).__qualname__} {_LOCAL}{_serial(value)}"
 
 
