@@ -260,7 +260,7 @@ class Block(torch.nn.Module):
 
 
 def identity_with_own_code(folder: Path, **values: float) -> identity.Fingerprint:
-    """Return the fingerprint of a model with a module of the user's own, as if its file had been edited between two processes."""
+    """Return the fingerprint of a model with a module of the user's own, whose file may be edited between two processes."""
     file = folder / "own_block.py"
     file.write_text(OWN_CODE.format(**{"factor": 1.0, "deep": 1.0, **values}))
     spec = importlib.util.spec_from_file_location("own_block", file)
