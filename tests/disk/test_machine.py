@@ -3,6 +3,7 @@
 The model knows of each block whether it must be found; it says nothing of those that an accident may have hit.
 """
 
+import contextlib
 import os
 import tempfile
 import time
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import HealthCheck, Phase, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
@@ -20,12 +22,13 @@ from tests.disk import store
 from tiered_cache.errors import CorruptEntryError
 from tiered_cache.format import HEAD_TOKENS, Name
 from tiered_cache.keys import SIDE, TOKEN_NBYTES, block_key, common_tokens, encode_tokens
-from tiered_cache.tiers.disk import Branch, DiskTier, Stay, calls, finder
+from tiered_cache.tiers.disk import Branch, DiskTier, Stay, calls, files, finder
 
 CAPACITY = 1 << 30
 HOUR = 3600.0
 TTLS = (None, None, HOUR, 10 * HOUR)
 MARGIN_S = 60.0
+MEMORY = "/dev/shm"  # noqa: S108
 MAX_CANDIDATES = finder.MAX_CANDIDATES
 
 BRANCHES = (
@@ -42,8 +45,6 @@ tokens_of = st.lists(st.sampled_from([(1, 1, 1, 1), (2, 2, 2, 2), (1, 2, 1)]), m
 branches = st.sampled_from(BRANCHES)
 handles = st.integers(0, 1)
 
-
-from hypothesis import Phase
 
 NO_SHRINKING = (Phase.explicit, Phase.generate)
 
@@ -79,7 +80,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._folder = tempfile.TemporaryDirectory(prefix="kv", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+        self._folder = tempfile.TemporaryDirectory(prefix="kv", dir=MEMORY if os.access(MEMORY, os.W_OK) else None)
         self.path = Path(self._folder.name) / "kv"
         self._patched = pytest.MonkeyPatch()
         self.offset = 0.0
@@ -109,8 +110,11 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.left = None
-        self._patched.undo()
-        self._folder.cleanup()
+        try:
+            self.check_all()
+        finally:
+            self._patched.undo()
+            self._folder.cleanup()
 
     @initialize(block=st.sampled_from([8, 20]), named=st.booleans())
     def choose(self, block: int, named: bool) -> None:
@@ -122,6 +126,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(handle=handles, where=branches, tokens=tokens_of, ttl=st.sampled_from(TTLS), pin=st.booleans())
     def put(self, handle: int, where: Branch, tokens: Sequence[int], ttl: float | None, pin: bool) -> None:
+        self._put(handle, where, tokens, ttl, pin)
+
+    def _put(self, handle: int, where: Branch, tokens: Sequence[int], ttl: float | None, pin: bool) -> None:
         self._settle()
         damaged = self._damaged_there(where, tokens)
         store.put(self.tiers[handle], where, tokens, Stay(ttl, pin))
@@ -129,6 +136,26 @@ class Machine(RuleBasedStateMachine):
 
     @rule(handle=handles, where=branches, tokens=tokens_of)
     def get(self, handle: int, where: Branch, tokens: Sequence[int]) -> None:
+        """Look up what may be stored or not."""
+        self._get_expected(handle, where, tokens)
+
+    @precondition(lambda self: self.blocks)
+    @rule(handle=handles, data=st.data(), more=tokens_of | st.just(()))
+    def get_known(self, handle: int, data: st.DataObject, more: Sequence[int]) -> None:
+        """Look up what was stored, and what goes on behind it."""
+        known = data.draw(st.sampled_from(list(self.blocks.values())))
+        for tokens in self._sequences_to(known):
+            self._get_expected(handle, known.where, [*tokens, *more])
+
+    @precondition(lambda self: self.blocks)
+    @rule(handle=handles, data=st.data(), more=tokens_of | st.just(()), ttl=st.sampled_from(TTLS), pin=st.booleans())
+    def put_known(self, handle: int, data: st.DataObject, more: Sequence[int], ttl: float | None, pin: bool) -> None:
+        """Store what was stored, and what goes on behind it."""
+        known = data.draw(st.sampled_from(list(self.blocks.values())))
+        for tokens in self._sequences_to(known):
+            self._put(handle, known.where, [*tokens, *more], ttl, pin)
+
+    def _get_expected(self, handle: int, where: Branch, tokens: Sequence[int]) -> None:
         self._expire()
         expected = self._expected(where, tokens)
         tier = self.tiers[handle]
@@ -176,22 +203,24 @@ class Machine(RuleBasedStateMachine):
             if known.must_be_there and known.ends is not None and ttl is not None:
                 known.ends = min(known.ends, calls.now() + ttl)
 
-    @rule(handle=handles, where=branches, what=st.sampled_from(["all", "namespace", "identity"]), nth=st.integers(0, 40))
-    def crash_in_clear(self, handle: int, where: Branch, what: str, nth: int) -> None:
-        if self._crash(handle, nth, lambda tier: tier.clear(**self._scope(where, what))):
-            assert what != "all" or not store.files_under(self.path)
-        for known in self._in_scope(where, what):
-            known.must_be_there = False
-
-    @rule(handle=handles, nth=st.integers(0, 40))
-    def crash_in_tidy(self, handle: int, nth: int) -> None:
+    @rule(
+        handle=handles,
+        where=branches,
+        tokens=tokens_of,
+        what=st.sampled_from(["get", "tidy", "all", "namespace", "identity"]),
+        nth=st.integers(0, 40),
+    )
+    def crash(self, handle: int, where: Branch, tokens: Sequence[int], what: str, nth: int) -> None:
         self._expire()
-        self._crash(handle, nth, lambda tier: tier.tidy())
-
-    @rule(handle=handles, where=branches, tokens=tokens_of, nth=st.integers(0, 30))
-    def crash_in_get(self, handle: int, where: Branch, tokens: Sequence[int], nth: int) -> None:
-        self._expire()
-        self._crash(handle, nth, lambda tier: self._get(tier, where, tokens))
+        if what == "get":
+            self._crash(handle, nth, lambda tier: self._get(tier, where, tokens))
+        elif what == "tidy":
+            self._crash(handle, nth, lambda tier: tier.tidy())
+        else:
+            is_complete = self._crash(handle, nth, lambda tier: tier.clear(**self._scope(where, what)))
+            assert not is_complete or what != "all" or not store.files_under(self.path)
+            for known in self._in_scope(where, what):
+                known.must_be_there = False
 
     def _crash(self, handle: int, nth: int, what: Callable[[DiskTier], object]) -> bool:
         """Do something that ends at the n-th call, with its process; say whether it was complete before."""
@@ -207,30 +236,25 @@ class Machine(RuleBasedStateMachine):
 
     # --- accidents --------------------------------------------------------------------------------------------------------
 
-    @rule(data=st.data())
-    def flip(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), how=st.sampled_from(["flip", "flip", "truncate", "delete"]))
+    def damage(self, data: st.DataObject, how: str) -> None:
         path = self._some_file(data)
         size = path.stat().st_size
+        if how == "delete":
+            self._note_damage(path)
+            path.unlink()
+            return
         assume(size > 0)
-        at = data.draw(st.integers(0, size - 1) | st.integers(max(0, size - 200), size - 1))
-        with path.open("r+b") as file:
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 1 << data.draw(st.integers(0, 7))]))
+        at = data.draw(st.integers(0, size - 1) | st.integers(max(0, size - 100), size - 1))
+        if how == "truncate":
+            os.truncate(path, at)
+        else:
+            with path.open("r+b") as file:
+                file.seek(at)
+                byte = file.read(1)[0]
+                file.seek(at)
+                file.write(bytes([byte ^ 1 << data.draw(st.integers(0, 7))]))
         self._note_damage(path)
-
-    @rule(data=st.data())
-    def truncate(self, data: st.DataObject) -> None:
-        path = self._some_file(data)
-        os.truncate(path, data.draw(st.integers(0, max(0, path.stat().st_size - 1))))
-        self._note_damage(path)
-
-    @rule(data=st.data())
-    def delete(self, data: st.DataObject) -> None:
-        path = self._some_file(data)
-        self._note_damage(path)
-        path.unlink()
 
     @rule(hours=st.sampled_from([-30, -2, -1, 1, 2, 12]))
     def move_clock(self, hours: int) -> None:
@@ -337,7 +361,7 @@ class Machine(RuleBasedStateMachine):
 
     def _expected(self, where: Branch, tokens: Sequence[int]) -> int:
         """Return how many tokens must be found."""
-        encoded, parent, length = encode_tokens(_array(tokens)), store.root_of(where), 0
+        encoded, parent, length = encode_tokens(np.asarray(tokens)), store.root_of(where), 0
         step = store.BLOCK * TOKEN_NBYTES
         for start in range(0, len(encoded), step):
             chunk = encoded[start : start + step]
@@ -370,7 +394,7 @@ class Machine(RuleBasedStateMachine):
 
     def _get(self, tier: DiskTier, where: Branch, tokens: Sequence[int]) -> int:
         """Read what is found, side pieces too, assert that every byte is right, and return how many tokens came."""
-        encoded, length = encode_tokens(_array(tokens)), 0
+        encoded, length = encode_tokens(np.asarray(tokens)), 0
         for block in tier.extend(where, store.root_of(where), encoded, store.BLOCK):
             start = length * TOKEN_NBYTES
             assert encoded[start:].startswith(block.tokens[: block.num_tokens * TOKEN_NBYTES])
@@ -379,10 +403,8 @@ class Machine(RuleBasedStateMachine):
             except (CorruptEntryError, FileNotFoundError):
                 break
             if block.has_side:
-                try:
+                with contextlib.suppress(CorruptEntryError, FileNotFoundError):
                     store.read(tier, where, block, SIDE)
-                except (CorruptEntryError, FileNotFoundError):
-                    pass
             length += block.num_tokens
         return length
 
@@ -399,7 +421,7 @@ class Machine(RuleBasedStateMachine):
         return {path.stat().st_ino for path in self._files(known)[:1] if path.exists()}
 
     def _some_file(self, data: st.DataObject) -> Path:
-        found = [path for path in store.files_under(self.path, "") if path.name != "lock"]
+        found = list(store.files_under(self.path, data.draw(st.sampled_from([".kv", ".kv", ""]))))
         assume(found)
         return data.draw(st.sampled_from(found))
 
@@ -420,12 +442,6 @@ class Machine(RuleBasedStateMachine):
         ]
 
 
-def _array(tokens: Sequence[int]) -> Any:
-    import numpy as np
-
-    return np.asarray(tokens)
-
-
 def run_machine(examples: int, steps: int, **options: Any) -> None:
     chosen = settings(
         max_examples=examples,
@@ -439,7 +455,7 @@ def run_machine(examples: int, steps: int, **options: Any) -> None:
     run_state_machine_as_test(Machine, settings=chosen)
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [60, pytest.param(500, marks=pytest.mark.slow)])
 def test_anything_on_one_directory(examples: int) -> None:
     run_machine(examples, 30)
 
@@ -458,4 +474,17 @@ def test_control_bytes_that_nobody_verifies_are_noticed(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(finder, "checksums", lambda payload: Anything())
     with pytest.raises((AssertionError, BaseExceptionGroup)):
-        run_machine(300, 40, phases=NO_SHRINKING)
+        run_machine(200, 30, phases=NO_SHRINKING)
+
+
+def test_control_what_is_acknowledged_and_not_there_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every seventh piece the file is forgotten."""
+    real, count = files.publish, [0]
+
+    def publish(folder: str, name: str, *args: Any, **kwargs: Any) -> int | None:
+        count[0] += name.endswith(".kv")
+        return 4096 if name.endswith(".kv") and count[0] % 7 == 0 else real(folder, name, *args, **kwargs)
+
+    monkeypatch.setattr(files, "publish", publish)
+    with pytest.raises((AssertionError, BaseExceptionGroup)):
+        run_machine(100, 30, phases=NO_SHRINKING)

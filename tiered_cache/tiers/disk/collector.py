@@ -140,7 +140,7 @@ def remove(listing: Listing, shard: Shard, entry: Entry) -> None:
     if not entry.is_side:
         for suffix, marked in shard.marks.items():
             if entry.key in marked:
-                del marked[entry.key]
+                marked.pop(entry.key, None)
                 files.unlink_if_there(f"{shard.path}/{entry.key.hex()}{suffix}")
 
 

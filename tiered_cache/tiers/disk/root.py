@@ -81,7 +81,12 @@ def check_still_there(root: str, device: int) -> None:
             is not to be filled.
     """
     try:
-        if calls.stat(root).st_dev == device:
+        found = calls.stat(root)
+        if found.st_dev == device:
+            if found.st_mode & 0o077:  # it was removed, and made again by filelock, which looks after neither mode nor tag
+                with contextlib.suppress(OSError):
+                    calls.set_mode(root, 0o700)
+                    make_root(root)
             return
     except FileNotFoundError:
         if calls.stat(str(Path(root).parent)).st_dev == device:

@@ -4,6 +4,7 @@ Owns finding, reading, writing and giving up files. Refuses to own threads and d
 of its own: everything here may wait for the disk) and what is worth storing (stack). No torch.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -146,7 +147,7 @@ class DiskTier:
         name = Name.of(block_key(parent, tokens), parent, tokens, kind == SIDE)
         shard = branch.shard(self._listing, parent)
         path = f"{shard.path}/{name}"
-        is_there = self._touch(path, kind)
+        is_there = self._touch(path, kind) and not (kind == MAIN and self._remove_expired(shard, name))
         is_outdated = is_there and self._ends_too_soon(shard, name, stay)
         written = is_outdated or not is_there
         if written:
@@ -205,6 +206,19 @@ class DiskTier:
         now = calls.now()
         if kind == MAIN and not 0 <= now - found.st_mtime < TOUCH_S:
             quietly(lambda: calls.set_used(path, now))
+        return True
+
+    def _remove_expired(self, shard: Shard, name: Name) -> bool:
+        """Remove a block whose time is over: it cannot be replaced, since whoever sweeps may remove it at any moment."""
+        try:
+            if calls.stat(f"{shard.path}/{name.key.hex()}{TTL}").st_mtime > calls.now():
+                return False
+        except FileNotFoundError:
+            return False
+        for is_side in (True, False):
+            each = dataclasses.replace(name, is_side=is_side)
+            collector.remove(self._listing, shard, shard.find(name.key, is_side) or Entry(each, 0))
+        self._mark_end(shard, name.key, 0)
         return True
 
     def _ends_too_soon(self, shard: Shard, name: Name, stay: Stay) -> bool:
