@@ -4,7 +4,6 @@ Owns the index, the budgets, eviction and promotion. Refuses to own bytes in fli
 are opaque here and no torch is imported, so all of this is tested in milliseconds.
 """
 
-import contextlib
 import os
 import threading
 import time
@@ -183,7 +182,7 @@ class TierStack:
                     block, new_tokens = self._movement.commit_block(node, chunk, start, port, chain)
                     created += min(new_tokens, max(0, start + len(chunk) // TOKEN_NBYTES - reused))
                     if block is None:
-                        if about is not None:
+                        if about is not None and self._index.is_linked(node):  # else it was cleared meanwhile
                             spilled = self._movement.spill(node, chunks[place:], start, reused, branch, port, stay, about)
                             created += max(0, start + spilled - max(start, reused))
                         if start + spilled < len(token_ids) and self._index.is_linked(root):
@@ -305,8 +304,10 @@ class TierStack:
         self.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # half made, or the interpreter is ending
+        try:  # noqa: SIM105  not contextlib: at the end of the interpreter what this module imported may be gone
             self._close()  # blocks and their parents hold on to each other: free their bytes now, not when gc comes by
+        except Exception:  # noqa: BLE001, S110, SIM105  half made, or the interpreter is ending
+            pass
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # a copied cache shares the stack

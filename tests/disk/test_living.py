@@ -462,7 +462,6 @@ def run_program(tmp_path: Path, text: str, *, timeout: float = 60, **environment
     return done.stdout
 
 
-@pytest.mark.xfail(reason="TierStack.__del__ needs contextlib, which is gone at the end of the interpreter", strict=False)
 def test_the_end_of_a_process_writes_what_is_queued(tmp_path: Path) -> None:
     run_program(
         tmp_path,
@@ -691,6 +690,7 @@ def test_clear_while_others_commit(tmp_path: Path) -> None:
                 tokens = [start + number % 7 * 50 + token for token in range(11)]
                 used.commit(ID, b"", np.asarray(tokens), RoomyPort(np.asarray(tokens)), about={})
                 restore(used, tokens)
+                time.sleep(0.01)  # one interpreter runs all of these threads
         except BaseException as error:  # noqa: BLE001
             problems.append(error)
 
@@ -698,12 +698,15 @@ def test_clear_while_others_commit(tmp_path: Path) -> None:
         threads = [threading.Thread(target=work, args=(used, start)) for used, start in ((one, 0), (two, 0), (one, 1000))]
         for thread in threads:
             thread.start()
-        for number in range(20):
-            (one, two)[number % 2].clear()
-            time.sleep(0.02)
-        stop.set()
-        for thread in threads:
-            thread.join(30)
+        try:
+            end = time.monotonic() + 1.0
+            while time.monotonic() < end:
+                one.clear()
+                two.clear()
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(30)
         assert not problems
         for used in (one, two):
             used.flush(10)
@@ -713,7 +716,6 @@ def test_clear_while_others_commit(tmp_path: Path) -> None:
         assert one.stats().tiers["host"].used_bytes == two.stats().tiers["host"].used_bytes == 0
 
 
-@pytest.mark.xfail(reason="a commit spills behind blocks that were cleared meanwhile", strict=False)
 def test_what_goes_on_behind_what_was_cleared_is_not_stored(tmp_path: Path) -> None:
     """A clear() in the middle of a commit: on disk there is nothing then that hangs on what is gone."""
     with new_stack(tmp_path) as used:
@@ -735,7 +737,6 @@ def test_what_goes_on_behind_what_was_cleared_is_not_stored(tmp_path: Path) -> N
     assert from_disk(tmp_path, A) == len(A)
 
 
-@pytest.mark.xfail(reason="a lookup prefers the longer block, side piece or not", strict=False)
 def test_what_is_covered_serves_where_the_longer_block_lacks_its_side_piece(tmp_path: Path) -> None:
     """Whoever wrote the longer block was killed before its side piece: the shorter one, which it was to cover, is used."""
     ids = np.arange(30)

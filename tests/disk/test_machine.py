@@ -433,7 +433,12 @@ class Machine(RuleBasedStateMachine):
                 known.damaged |= self._numbers(known)
 
     def _scope(self, where: Branch, what: str) -> dict[str, Any]:
-        return {"all": {}, "namespace": {"namespace": where.namespace}, "identity": {"identity": where.identity}}[what]
+        scopes: dict[str, dict[str, Any]] = {
+            "all": {},
+            "namespace": {"namespace": where.namespace},
+            "identity": {"identity": where.identity},
+        }
+        return scopes[what]
 
     def _in_scope(self, where: Branch, what: str) -> list[Known]:
         scope = self._scope(where, what)

@@ -64,7 +64,7 @@ class TokenPort:
     def save(self, kind: str, start: int, num_tokens: int, buffers: Sequence[np.ndarray]) -> Transfer:
         assert kind == MAIN or start >= self.side_from
         for buffer in buffers:
-            buffer[:] = self._sign(kind) * self.tokens[start : start + num_tokens]
+            buffer[:num_tokens] = self._sign(kind) * self.tokens[start : start + num_tokens]
         return Complete()
 
     def view(self, buffer: np.ndarray) -> memoryview:

@@ -63,7 +63,10 @@ class Collector:
     def _over(self, nbytes: int) -> bool:
         if self.listing.nbytes + nbytes > self.capacity_bytes:
             return True
-        return self.min_free_bytes > 0 and calls.free_bytes(self.listing.root) - nbytes < self.min_free_bytes
+        try:
+            return self.min_free_bytes > 0 and calls.free_bytes(self.listing.root) - nbytes < self.min_free_bytes
+        except FileNotFoundError:  # somebody removed all of it
+            return False
 
     def refresh(self) -> None:
         self.listing.refresh_all()

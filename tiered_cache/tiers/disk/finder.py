@@ -192,10 +192,11 @@ class Finder:
             except (CorruptEntryError, FileNotFoundError):
                 continue
             shared = common_tokens(stored, tokens)
-            if shared and shared >= (best.num_tokens if best else 0):
+            # A last block without its side piece is of no use: whoever wrote it was killed, or the side piece was evicted.
+            if shared and (branch.window or shared > (best.num_tokens if best else 0)):
                 key = block_key(parent, stored)
                 has_side = self._has_side(branch, shard, key, parent, stored)
-                if best is None or (shared, has_side) > (best.num_tokens, best.has_side):
+                if best is None or (has_side, shared) > (best.has_side, best.num_tokens):
                     best = StoredBlock(key, parent, stored, shared, has_side)
         return best
 

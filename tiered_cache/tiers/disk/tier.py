@@ -52,7 +52,6 @@ class DiskTier:
     """
 
     name: ClassVar[str] = "disk"
-    speed: ClassVar[int] = 2
 
     def __init__(
         self,
