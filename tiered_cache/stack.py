@@ -306,7 +306,7 @@ class TierStack:
     def __del__(self) -> None:
         try:  # noqa: SIM105  not contextlib: at the end of the interpreter what this module imported may be gone
             self._close()  # blocks and their parents hold on to each other: free their bytes now, not when gc comes by
-        except Exception:  # noqa: BLE001, S110, SIM105  half made, or the interpreter is ending
+        except Exception:  # noqa: BLE001, S110  half made, or the interpreter is ending
             pass
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
