@@ -83,12 +83,21 @@ def one_process(folder: str, directory: str, shared: int, new: int, round_: int)
     return seconds
 
 
+def save_plain(model: Any, folder: str) -> None:
+    """Save weights that came from GGUF as the plain ones they are now, which load in a second."""
+    config = copy.deepcopy(model.config)
+    vars(config).pop("quantization_config", None)
+    plain = type(model)(config)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder)
+
+
 def restarts(model: Any, rounds: int, sizes: tuple[int, int], threads: int) -> dict[str, Any]:
     """Run the processes, one after another; return seconds and ratios."""
     shared, new = sizes
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as temporary:  # not in memory, as /tmp may be
         folder, directory = f"{temporary}/model", f"{temporary}/kv"
-        model.save_pretrained(folder)
+        save_plain(model, folder)
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         with stack_on(directory) as stack:
             first_token(loaded, torch.cat([tokens(model, shared, 0), tokens(model, new, 1)], dim=1), TieredCache(stack))
