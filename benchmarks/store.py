@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pairs import arguments, measure, ratio, show, summary, write
-from tiered_cache.format import CHUNK_NBYTES, TensorSpec
+from tiered_cache.format import TensorSpec
 from tiered_cache.keys import MAIN, block_key, encode_tokens
 from tiered_cache.tiers.disk import Branch, DiskTier, Stay, StoredBlock
 from tiered_cache.tiers.disk.files import TRANSFER_NBYTES
@@ -94,8 +94,8 @@ def throughput(folder: str, layers: int, count: int, rounds: int) -> dict[str, A
         for file in files[thread::THREADS]:
             fd = os.open(file, os.O_RDONLY)
             start = os.fstat(fd).st_size - nbytes
-            for place in range(0, nbytes, CHUNK_NBYTES):
-                os.preadv(fd, [buffers[thread][place : place + CHUNK_NBYTES]], start + place)
+            for place in range(0, nbytes, TRANSFER_NBYTES):
+                os.preadv(fd, [buffers[thread][place : place + TRANSFER_NBYTES]], start + place)
             os.close(fd)
 
     def timed(work: Callable[[int], None], dropped: bool) -> Callable[[int], float]:

@@ -14,7 +14,7 @@ from tiered_cache.errors import CorruptEntryError
 from tiered_cache.tiers.disk import calls
 
 TEMP_PREFIX = ".tmp-"
-TRANSFER_NBYTES = 4 << 20  # of one positioned read or one write
+TRANSFER_NBYTES = 4 << 20  # of one positioned read or one write; whole chunks
 
 # What a file system says to a way of creating files that it does not know.
 _UNSUPPORTED = frozenset(

@@ -22,6 +22,7 @@ from tiered_cache.format import (
     Spec,
     checksums,
     head_of,
+    num_chunks,
     parse_header,
 )
 from tiered_cache.keys import MAIN, SIDE, TOKEN_NBYTES, block_key, common_tokens
@@ -136,10 +137,12 @@ class Finder:
             if header.tokens != block.tokens:
                 raise CorruptEntryError("the file holds other tokens")
             offset = spec.header_nbytes
-            for start, digest in zip(range(0, len(target), CHUNK_NBYTES), header.checksums, strict=True):
-                chunk = target[start : start + CHUNK_NBYTES]
-                files.read_exactly(fd, chunk, offset + start)
-                if checksums(chunk) != (digest,):
+            for start in range(0, len(target), files.TRANSFER_NBYTES):
+                part = target[start : start + files.TRANSFER_NBYTES]
+                files.read_exactly(fd, part, offset + start)
+                first = start // CHUNK_NBYTES
+                expected = header.checksums[first : first + num_chunks(len(part))]
+                if checksums(part) != expected:  # of every chunk, while it is still in the processor's cache
                     raise CorruptEntryError("a checksum does not fit")
 
         assert len(target) == spec.payload_nbytes
