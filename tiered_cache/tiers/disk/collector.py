@@ -8,8 +8,6 @@ import contextlib
 import threading
 from collections.abc import Iterable
 
-import filelock
-
 from tiered_cache.tiers.disk import calls, files, root
 from tiered_cache.tiers.disk.listing import PIN, TTL, Entry, Listing, Shard
 from tiered_cache.usage import format_bytes
@@ -39,6 +37,8 @@ class Collector:
         self.evicted_pieces = 0
         self.unseen_bytes = 0  # written since it was looked what others wrote
         self._is_listed = False
+        import filelock  # here, since it takes 10 ms, for which nobody without a disk tier has to wait
+
         path = f"{listing.root}/{root.LOCK}"
         self._lock = filelock.FileLock(path, timeout=_LOCK_TIMEOUT_S, mode=0o600, thread_local=False)
         self._collecting = threading.Lock()
@@ -77,7 +77,7 @@ class Collector:
         with self._collecting:
             try:
                 self._lock.acquire()
-            except filelock.Timeout:
+            except TimeoutError:  # somebody else collects for long
                 self.refresh()
                 return
             except (OSError, NotImplementedError):  # this file system has no locks: more may go than had to, nothing else
