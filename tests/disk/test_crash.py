@@ -79,7 +79,10 @@ class Oracle:
                 wrong.append(f"wrong bytes in {each}")
                 continue
             acknowledged = self.acknowledged.get(each, {})
-            if found[0] < acknowledged.get("main", 0) or found[1] < acknowledged.get("side", 0):
+            wanted = acknowledged.get("main", 0)
+            if self.window:  # a main piece is of use once its side piece is there: until then the shorter block may serve
+                found, wanted = (min(found), found[1]), min(wanted, acknowledged.get("side", 0))
+            if found[0] < wanted:
                 wrong.append(f"lost: {found} of {acknowledged} in {each}")
         return wrong
 

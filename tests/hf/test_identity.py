@@ -261,7 +261,7 @@ class Block(torch.nn.Module):
 
 def identity_with_own_code(folder: Path, **values: float) -> identity.Fingerprint:
     """Return the fingerprint of a model with a module of the user's own, whose file may be edited between two processes."""
-    file = folder / "own_block.py"
+    file = folder / f"own_block_{len(list(folder.iterdir()))}.py"  # of one second and size: Python would not compile it again
     file.write_text(OWN_CODE.format(**{"factor": 1.0, "deep": 1.0, **values}))
     spec = importlib.util.spec_from_file_location("own_block", file)
     assert spec is not None
