@@ -249,6 +249,8 @@ class Program:
 
     def get(self, namespace: str, number: int, length: int, at_least: int = 0) -> None:
         found, _ = get(self.tier, self.branches[namespace], sequence(number, length))
+        if found < at_least:  # a longer block may have taken its place between the lookup and the read: that is there now
+            found, _ = get(self.tier, self.branches[namespace], sequence(number, length))
         assert found >= at_least, f"lost: {found} of {at_least} acknowledged tokens of {namespace} {number}"
 
     def tidy(self) -> None:
