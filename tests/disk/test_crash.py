@@ -390,7 +390,7 @@ class Loops:
         return [
             (number, length)
             for (namespace, number, length), stored in self.oracle.acknowledged.items()
-            if namespace == "default" and stored.get("main") == length
+            if namespace == "default" and stored.get("main") == stored.get("side") == length
         ]
 
     def look(self, *, at_all: bool = False) -> list[str]:
