@@ -8,10 +8,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tiered_cache import progress
 from tiered_cache.errors import CorruptEntryError, StoreError
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 LOOKUP_S = 2.0  # that a lookup may take, and the first byte of a fetch
 MIN_BYTES_PER_S = 100e6  # that a fetch must bring on top of that
-EXPLICIT_S = 600.0  # that clear() and the like may take
+EXPLICIT_S = 600.0  # that clear() and forget() may take
 SHUN_S = 30.0  # for which a disk that missed a deadline is not asked
 LOG_EVERY_S = 60.0
 
@@ -115,14 +115,6 @@ class Archive:
             self.note(error)
         return MissReason.TIER_ERROR
 
-    def explicitly(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Do what a user asked for. Raises StoreError where it fails."""
-        future = self._workers.submit(lambda: function(*args, **kwargs))
-        try:
-            return self.result(future, EXPLICIT_S)
-        except (OSError, FutureTimeoutError) as error:
-            raise StoreError(f"{self.tier!r}: {error or 'no answer'}") from error
-
     def flush(self, timeout: float | None) -> bool:
         """Wait until what is queued is written, with a progress bar; say whether it is."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -141,7 +133,11 @@ class Archive:
     def clear(self, *, namespace: str | None = None, identity: bytes | None = None) -> None:
         """Remove what is on disk, or a part of it, after what is being written. Raises StoreError."""
         self.writes.wait_for_current(EXPLICIT_S)
-        self.explicitly(self.tier.clear, namespace=namespace, identity=identity)
+        future = self._workers.submit(lambda: self.tier.clear(namespace=namespace, identity=identity))
+        try:
+            self.result(future, EXPLICIT_S)
+        except (OSError, FutureTimeoutError) as error:
+            raise StoreError(f"{self.tier!r}: {error or 'no answer'}") from error
 
     def stats(self) -> TierStats:
         """Return what is known of the directory."""
@@ -225,7 +221,7 @@ class ReadAhead:
         self._port = port
         self._waiting = list(reversed(pieces))
         self._under_way: list[tuple[Future[None], Buffer]] = []
-        nbytes = sum(port.nbytes(kind, _length(block)) for block, kind in pieces)
+        nbytes = sum(port.nbytes(kind, block.block_tokens) for block, kind in pieces)
         self._deadline = time.monotonic() + LOOKUP_S + nbytes / MIN_BYTES_PER_S
         for _ in range(_READERS + 1):
             self._start_next()
@@ -244,11 +240,7 @@ class ReadAhead:
     def _start_next(self) -> None:
         if self._waiting:
             block, kind = self._waiting.pop()
-            num_tokens = _length(block)
+            num_tokens = block.block_tokens
             buffer = self._archive.borrow(self._port, self._port.nbytes(kind, num_tokens))
             target = self._port.view(buffer)[: self._branch.layout.nbytes(kind, num_tokens)]
             self._under_way.append((self._archive.read(self._branch, block, kind, target), buffer))
-
-
-def _length(block: StoredBlock) -> int:
-    return len(block.tokens) // 8

@@ -146,8 +146,7 @@ class Movement:
             buffer = ahead.next()
         if place in shared:
             shared[place] = buffer
-        block_tokens = len(block.tokens) // TOKEN_NBYTES
-        transfer = port.load(step.kind, step.start, step.take, buffer, block_tokens, once=True)
+        transfer = port.load(step.kind, step.start, step.take, buffer, block.block_tokens, once=True)
         return "disk", transfer, buffer if is_new and place not in shared else None
 
     def _finish(self, pending: tuple[Transfer, Buffer | None], port: BlockPort) -> None:

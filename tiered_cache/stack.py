@@ -188,14 +188,15 @@ class TierStack:
                         if start + spilled < len(token_ids) and self._index.is_linked(root):
                             self._movement.dropped_blocks += 1
                         break
-                    if port.window and SIDE not in block.pieces and block.tokens == chunk and port.has_side(start):
+                    has_side = port.window > 0 and block.tokens == chunk and port.has_side(start)
+                    if has_side and SIDE not in block.pieces:
                         self._movement.store_side(block, start, port)
                     with self._lock:
                         self._inventory.let_stay(block, stay.ttl_s, stay.pin)
                         if about is not None:
                             self._movement.save(block, branch, port, stay, about)
-                    lacks_side = port.window and SIDE not in block.pieces and block.tokens == chunk and port.has_side(start)
-                    if about is not None and lacks_side and start + block.num_tokens > reused:  # memory has no room for it
+                    is_new = start + block.num_tokens > reused
+                    if has_side and SIDE not in block.pieces and about is not None and is_new:  # memory has no room for it
                         self._movement.spill_side(block, start, branch, port, stay, about)
                     if ctrl_c.requested:
                         break

@@ -198,6 +198,8 @@ class Binding:
         if not self._autocast and dtypes != {self.model.dtype}:  # not as the fingerprint says: autocast in the loop only
             return 0
         layout = _layout(self.layers)
+        goes_to_disk = self._stack.disk is not None and self._fingerprint.is_portable
+        about = identity.describe(self.model) if goes_to_disk else None
         created = 0
         for row, stop in zip(rows, stops, strict=True):
             tokens = columns.row(row, min(stop, self.room(columns)))
@@ -217,7 +219,7 @@ class Binding:
                     port,
                     reused=max(0, self._reused - columns.pads[row]),
                     stay=self._stay,
-                    about=identity.describe(self.model) if self._fingerprint.is_portable else None,
+                    about=about,
                 )
         for slid in side:  # stored, or never to be: the last window is what a later call may need
             slid.drop_captured(columns.length - layout.window - self._stack.block_tokens)

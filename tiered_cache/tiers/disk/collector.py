@@ -142,8 +142,7 @@ def remove(listing: Listing, shard: Shard, entry: Entry) -> None:
     listing.remove(shard, entry)
     if not entry.is_side:
         for suffix, marked in shard.marks.items():
-            if entry.key in marked:
-                marked.pop(entry.key, None)
+            if marked.pop(entry.key, None) is not None:
                 files.unlink_if_there(f"{shard.path}/{entry.key.hex()}{suffix}")
 
 

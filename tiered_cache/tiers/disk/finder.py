@@ -83,6 +83,11 @@ class StoredBlock:
     num_tokens: int
     has_side: bool
 
+    @property
+    def block_tokens(self) -> int:
+        """Return how many tokens the whole block holds."""
+        return len(self.tokens) // TOKEN_NBYTES
+
 
 class Finder:
     """Lookups and verified reads in one directory."""
@@ -129,7 +134,7 @@ class Finder:
             CorruptEntryError: the file is not what it should be, or its time is over; it was removed.
             OSError: it is not there any more, or cannot be read. What is in `target` then is not to be used.
         """
-        spec = branch.spec(block.parent, kind, len(block.tokens) // TOKEN_NBYTES)
+        spec = branch.spec(block.parent, kind, block.block_tokens)
         shard = branch.shard(self._listing, block.parent)
         name = Name.of(block.key, block.parent, block.tokens, kind == SIDE)
 

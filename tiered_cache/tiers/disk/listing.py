@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from tiered_cache.format import Name
 from tiered_cache.tiers.disk import calls
+from tiered_cache.tiers.disk.files import TEMP_PREFIX
 
 PIN, TTL = ".pin", ".ttl"  # empty files beside a piece: it is pinned; it may go at this file's time
 
@@ -51,7 +52,7 @@ class Shard:
 
     def empty(self) -> None:
         """Know nothing."""
-        self.entries: dict[bytes, Entry] = {}  # by short key, with b"s" behind for a side piece
+        self.entries: dict[bytes, Entry] = {}  # by `_place`
         self._children: dict[bytes, Entry | dict[bytes, Entry]] = {}  # main pieces by parent; most have one child
         self.marks: dict[str, dict[bytes, float]] = {PIN: {}, TTL: {}}  # key -> the mark's time
         self.temps: list[str] = []
@@ -60,15 +61,20 @@ class Shard:
         self.settled = False
         self.listed_at = 0.0
 
+    def become(self, other: "Shard") -> None:
+        """Know what `other` knows."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(other, name))
+
     def block_nbytes(self, key: bytes) -> int:
         """Return what the pieces of a block take."""
         return sum(entry.nbytes for is_side in (False, True) if (entry := self.find(key, is_side)) is not None)
 
     def find(self, key: bytes, is_side: bool = False) -> Entry | None:
-        return self.entries.get(key + b"s" if is_side else key)
+        return self.entries.get(_place(key, is_side))
 
     def add(self, entry: Entry) -> None:
-        place = entry.key + b"s" if entry.is_side else entry.key
+        place = _place(entry.key, entry.is_side)
         old = self.entries.get(place)
         if old is not None:
             self.remove(old)
@@ -82,7 +88,7 @@ class Shard:
                 self._children[entry.parent] = {found.key: found, entry.key: entry}
 
     def remove(self, entry: Entry) -> None:
-        if self.entries.pop(entry.key + b"s" if entry.is_side else entry.key, None) is None:
+        if self.entries.pop(_place(entry.key, entry.is_side), None) is None:
             return
         self.nbytes -= entry.nbytes
         if not entry.is_side:
@@ -118,15 +124,14 @@ class Listing:
 
     def shard(self, model: bytes, namespace: bytes, parent: bytes) -> Shard:
         """Return the folder of a block's children, as it is known; it need not exist."""
-        place = f"{model.hex()}/{namespace.hex()}/{parent[:1].hex()}"
-        with self.lock:
-            return self._shard(place)
+        return self._shard(f"{model.hex()}/{namespace.hex()}/{parent[:1].hex()}")
 
     def _shard(self, place: str) -> Shard:
-        shard = self.shards.get(place)
-        if shard is None:
-            shard = self.shards[place] = Shard(f"{self.root}/{place}")
-        return shard
+        with self.lock:
+            shard = self.shards.get(place)
+            if shard is None:
+                shard = self.shards[place] = Shard(f"{self.root}/{place}")
+            return shard
 
     def add(self, shard: Shard, entry: Entry) -> None:
         with self.lock:
@@ -155,13 +160,14 @@ class Listing:
             if len(shard.entries) > _LARGE and 0 <= now - shard.listed_at < _SETTLED_S:
                 return
             try:
-                self._read(shard)
+                fresh = self._read(shard)
             except FileNotFoundError:  # removed since
                 shard.empty()
                 return
-            shard.nbytes += calls.used_bytes(found)
-            shard.stamp, shard.settled = found.st_mtime_ns, now - found.st_mtime > _SETTLED_S
-            shard.listed_at = now
+            fresh.nbytes += calls.used_bytes(found)
+            fresh.stamp, fresh.settled = found.st_mtime_ns, now - found.st_mtime > _SETTLED_S
+            fresh.listed_at = now
+            shard.become(fresh)  # at once: others count its entries without the lock
 
     def refresh_all(self) -> None:
         """Bring everything up to date. Raises OSError."""
@@ -175,14 +181,10 @@ class Listing:
         above += self._other_bytes("") + sum(self._other_files(""))
         self._above = above
         for place in places:
-            self.refresh(self._known(place))
+            self.refresh(self._shard(place))
         for place in [place for place in list(self.shards) if place not in places]:
             with self.lock:
                 self.shards[place].empty()
-
-    def _known(self, place: str) -> Shard:
-        with self.lock:
-            return self._shard(place)
 
     def _other_bytes(self, place: str) -> int:
         try:
@@ -213,31 +215,35 @@ class Listing:
             if calls.is_file(status):
                 yield calls.used_bytes(status)
 
-    def _read(self, shard: Shard) -> None:
-        """Make a shard say what its folder holds. Files that were known are not looked at again: they never change."""
-        known = shard.entries
-        shard.empty()  # unsettled, should this be interrupted by an error
+    def _read(self, shard: Shard) -> Shard:
+        """Return what a shard's folder holds. Files that were known are not looked at again: they never change."""
+        known, fresh = shard.entries, Shard(shard.path)
         for found in calls.entries(shard.path):
             name = Name.parse(found.name)
-            entry = known.get(name.key + b"s" if name.is_side else name.key) if name is not None else None
+            entry = known.get(_place(name.key, name.is_side)) if name is not None else None
             if entry is None:
                 try:
                     status = calls.stat_entry(found)
                 except FileNotFoundError:
                     continue
                 if name is None:
-                    self._note_other(shard, found.name, status)
+                    self._note_other(fresh, found.name, status)
                     continue
                 entry = Entry(name, calls.used_bytes(status))
-            shard.add(entry)
+            fresh.add(entry)
+        return fresh
 
     def _note_other(self, shard: Shard, name: str, status: os.stat_result) -> None:
         shard.nbytes += calls.used_bytes(status)
         stem, suffix = name[:-4], name[-4:]
-        if name.startswith(".tmp-"):
+        if name.startswith(TEMP_PREFIX):
             shard.temps.append(name)
         elif suffix in shard.marks:
             try:
                 shard.marks[suffix][bytes.fromhex(stem)] = status.st_mtime
             except ValueError:
                 return
+
+
+def _place(key: bytes, is_side: bool) -> bytes:
+    return key + b"s" if is_side else key
