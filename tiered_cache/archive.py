@@ -55,7 +55,7 @@ class Archive:
         self._shunned_until = 0.0
         self._logged_at = -LOG_EVERY_S
         self._staging: list[tuple[str, Buffer]] = []
-        self._staging_lock = threading.RLock()  # the garbage collector may close a stack anywhere
+        self._lock = threading.RLock()  # the garbage collector may close a stack anywhere
         self._spilled = 0
 
     def extend(
@@ -155,26 +155,29 @@ class Archive:
         """End the threads, when what is queued is written."""
         self.writes.close()
         self._workers.close()
-        with self._staging_lock:
+        with self._lock:
             self._staging.clear()
 
     def after_fork(self) -> None:
         """Begin again in a child process, which has none of the threads; what waits to be written is the parent's to write."""
-        self._staging_lock = threading.RLock()  # the garbage collector may close a stack anywhere
+        self._lock = threading.RLock()  # the garbage collector may close a stack anywhere
         self._staging, self._spilled = [], 0
         self.tier.after_fork()
 
     def _log(self, text: str, error: Exception) -> None:
         now = time.monotonic()
-        if now - self._logged_at >= LOG_EVERY_S:
-            self._logged_at = now
+        with self._lock:  # several threads may fail at once
+            is_due = now - self._logged_at >= LOG_EVERY_S
+            if is_due:
+                self._logged_at = now
+        if is_due:
             logger.warning(f"Disk tier {self.tier!r}: {text}", error)
 
     # --- staging buffers ---------------------------------------------------------------------------------------------
 
     def borrow(self, port: BlockPort, nbytes: int) -> Buffer:
         """Return a host buffer of at least `nbytes`, one that was used before if possible: fresh pages are slow."""
-        with self._staging_lock:
+        with self._lock:
             for place, (kind, buffer) in enumerate(self._staging):
                 if kind == port.staging and nbytes <= len(port.view(buffer)) <= 2 * nbytes:
                     del self._staging[place]
@@ -183,7 +186,7 @@ class Archive:
 
     def give_back(self, port: BlockPort, buffer: Buffer) -> None:
         """Return what was borrowed, when nobody reads or writes it any more."""
-        with self._staging_lock:
+        with self._lock:
             self._staging.append((port.staging, buffer))
             del self._staging[:-_MAX_STAGED]
 
@@ -191,7 +194,7 @@ class Archive:
 
     def take_spill(self, nbytes: int) -> bool:
         """Count `nbytes` as on their way to disk from buffers of their own; False if that would be too many."""
-        with self._staging_lock:
+        with self._lock:
             if self._spilled and self._spilled + nbytes > SPILL_NBYTES:
                 return False
             self._spilled += nbytes
@@ -201,7 +204,7 @@ class Archive:
         """Undo `take_spill`, and take the buffer back."""
         if buffer is not None:
             self.give_back(port, buffer)
-        with self._staging_lock:
+        with self._lock:
             self._spilled -= nbytes
 
 
