@@ -65,7 +65,7 @@ def assert_consistent(stack: TierStack) -> None:
     for tier in stack.tiers:
         held = [piece.copies[tier.name].nbytes for piece in pieces if tier.name in piece.copies]
         assert tier.used_bytes == sum(held) <= tier.capacity_bytes
-        assert tier.num_pieces == len(held) == len(list(tier.policy.victims()))
+        assert tier.num_pieces == len(held) == len([*tier.policy.victims(), *tier.snapshots.victims()])
 
 
 # --- matching -----------------------------------------------------------------------------------------------------------
@@ -422,9 +422,9 @@ def test_any_sequence_of_operations(operations: Any, capacity: int, with_device:
             known.clear()
         elif held:
             match, tokens = held.pop(0)
-            port = TokenPort(np.asarray(tokens))
-            stack.fetch(match, match.num_tokens, port)
-            assert port.loaded[: match.num_tokens].tolist() == tokens[: match.num_tokens]
+            port, length = TokenPort(np.asarray(tokens), window), match.usable(1000)
+            stack.fetch(match, length, port)
+            assert port.loaded[:length].tolist() == tokens[:length]
             stack.release(match)
         for tier in stack.tiers:
             assert tier.used_bytes <= tier.capacity_bytes

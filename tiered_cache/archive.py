@@ -8,9 +8,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from typing import TypeVar
 
 from tiered_cache import progress
@@ -39,6 +40,24 @@ _READERS = min(4, os.cpu_count() or 1)
 _MAX_STAGED = _READERS + 2  # buffers under way, or kept for the next fetch
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a lookup found in `branch`.
+
+    Attributes:
+        stored: the blocks behind the parent.
+        endings: (place of the first token, block) where snapshots are stored.
+        sides: those of the halves that have a side piece.
+        trouble: what kept more from being known.
+    """
+
+    branch: Branch
+    stored: Sequence[StoredBlock] = ()
+    endings: Sequence[tuple[int, StoredBlock]] = ()
+    sides: Sequence[StoredBlock] = ()
+    trouble: MissReason | None = None
+
+
 class Archive:
     """The disk tier of one stack, as the stack sees it.
 
@@ -65,27 +84,34 @@ class Archive:
         tokens: bytes,
         block_tokens: int,
         halves: Sequence[tuple[bytes, bytes]] = (),
-    ) -> tuple[Branch, list[StoredBlock], list[StoredBlock], MissReason | None]:
+    ) -> Found:
         """Look for what is stored in the first of `branches` there is. See `DiskTier.extend`.
 
         Args:
             halves: (parent, tokens) of blocks of which only the side piece is wanted.
-
-        Returns:
-            The branch, the blocks behind `parent`, those of `halves` that have a side piece, what kept more from being known.
         """
-        if time.monotonic() < self._shunned_until:
-            return branches[0], [], [], MissReason.DEADLINE
 
-        def look() -> tuple[Branch, list[StoredBlock], list[StoredBlock]]:
-            branch = next((branch for branch in branches if self.tier.has(branch)), branches[0])
+        def look(branch: Branch) -> Found:
             sides = [side for half in halves if (side := self.tier.find_side(branch, *half)) is not None]
-            return branch, self.tier.extend(branch, parent, tokens, block_tokens), sides
+            return Found(branch, self.tier.extend(branch, parent, tokens, block_tokens), sides=sides)
+
+        return self._look(branches, look)
+
+    def find_endings(self, branches: Sequence[Branch], parent: bytes, tokens: bytes, block_tokens: int) -> Found:
+        """Look for snapshots in the first of `branches` there is. See `DiskTier.find_endings`."""
+        return self._look(branches, lambda branch: Found(branch, *self.tier.find_endings(branch, parent, tokens, block_tokens)))
+
+    def _look(self, branches: Sequence[Branch], look: Callable[[Branch], Found]) -> Found:
+        if time.monotonic() < self._shunned_until:
+            return Found(branches[0], trouble=MissReason.DEADLINE)
+
+        def in_first() -> Found:
+            return look(next((branch for branch in branches if self.tier.has(branch)), branches[0]))
 
         try:
-            return *self.result(self._workers.submit(look), LOOKUP_S), None
+            return self.result(self._workers.submit(in_first), LOOKUP_S)
         except (OSError, FutureTimeoutError) as error:
-            return branches[0], [], [], self.reason_of(error)
+            return Found(branches[0], trouble=self.reason_of(error))
 
     def read(self, branch: Branch, block: StoredBlock, kind: str, target: memoryview) -> "Future[None]":
         """Start to read a piece into `target`, verified. See `DiskTier.read`."""

@@ -1,10 +1,12 @@
 """K/V of all layers of one sequence <-> one flat buffer per block.
 
 Owns the layout: for each layer its K `[H_k, tokens, D_k]`, then its V `[H_v, tokens, D_v]`, layer after layer, each piece
-contiguous and aligned. Refuses to own copies between memories (devices) and which blocks exist (stack).
+contiguous and aligned; and that of a snapshot: what layers keep of a sequence in place of its tokens, tensor after tensor.
+Refuses to own copies between memories (devices) and which blocks exist (stack).
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,7 +14,7 @@ import torch
 
 from tiered_cache.devices.base import Device, Transfer
 from tiered_cache.format import TensorSpec
-from tiered_cache.keys import MAIN, SIDE
+from tiered_cache.keys import MAIN, SIDE, SNAPSHOT
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -28,15 +30,18 @@ class BlockLayout:
     Attributes:
         pieces: (H, D, dtype) of K and V of each layer in turn; heads, width and dtype of K and V may differ.
         device: where all of them are.
+        num_indexers: how many of the last pieces are not K or V, but the keys by which a layer picks what it attends to.
     """
 
     pieces: tuple[tuple[int, int, torch.dtype], ...]
     device: torch.device
+    num_indexers: int = 0
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], device: torch.device) -> Self:
-        """Return the layout of live K and V `[B, H, T, D]` in turn, all on `device`."""
-        return cls(tuple((tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in tensors), device)
+    def of(cls, tensors: Sequence[torch.Tensor], device: torch.device, num_indexers: int = 0) -> Self:
+        """Return the layout of live K and V `[B, H, T, D]` in turn, then of indexers' keys, all on `device`."""
+        pieces = tuple((tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in tensors)
+        return cls(pieces, device, num_indexers)
 
     def nbytes(self, num_tokens: int) -> int:
         """Return the size in bytes of a block of `num_tokens` tokens."""
@@ -52,7 +57,8 @@ class BlockLayout:
         start = 0
         for place, (heads, width, dtype) in enumerate(self.pieces):
             stop = start + heads * num_tokens * width * dtype.itemsize
-            name = f"{place // 2}.{'values' if place % 2 else 'keys'}"
+            indexer = place - (len(self.pieces) - self.num_indexers)
+            name = f"{place // 2}.{'values' if place % 2 else 'keys'}" if indexer < 0 else f"{indexer}.indexer"
             known = dtype in _DTYPES
             shape = (heads, num_tokens, width) if known else (stop - start,)
             specs.append(TensorSpec(name, _DTYPES[dtype] if known else "U8", shape, start, stop))
@@ -77,11 +83,59 @@ def _aligned(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotLayout:
+    """How the bytes of a snapshot are laid out, however many tokens it stands for.
+
+    Attributes:
+        pieces: (layer, name, shape, dtype) of each tensor, in order; `shape` is that of one sequence.
+        device: where all of them are.
+    """
+
+    pieces: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
+    device: torch.device
+
+    def nbytes(self, num_tokens: int = 0) -> int:
+        """Return the size in bytes."""
+        return sum(_aligned(math.prod(shape) * dtype.itemsize) for _, _, shape, dtype in self.pieces)
+
+    def has_gaps(self, num_tokens: int = 0) -> bool:
+        """Say whether some bytes belong to no tensor."""
+        return any(math.prod(shape) * dtype.itemsize % _ALIGNMENT for _, _, shape, dtype in self.pieces)
+
+    def tensors(self, num_tokens: int = 0) -> list[TensorSpec]:
+        """Return what is in it, gaps included, as safetensors names it."""
+        specs = []
+        start = 0
+        for layer, name, shape, dtype in self.pieces:
+            stop = start + math.prod(shape) * dtype.itemsize
+            known = dtype in _DTYPES
+            specs.append(
+                TensorSpec(
+                    f"{layer}.{name}", _DTYPES[dtype] if known else "U8", shape if known else (stop - start,), start, stop
+                )
+            )
+            start += _aligned(stop - start)
+            if start > stop:
+                specs.append(TensorSpec(f"{layer}.{name}.padding", "U8", (start - stop,), stop, start))
+        return specs
+
+    def views(self, flat: torch.Tensor, num_tokens: int = 0) -> list[torch.Tensor]:
+        """Return views into a flat buffer: each tensor in turn."""
+        views = []
+        start = 0
+        for _, _, shape, dtype in self.pieces:
+            nbytes = math.prod(shape) * dtype.itemsize
+            views.append(flat[start : start + nbytes].view(dtype).view(shape))
+            start += _aligned(nbytes)
+        return views
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """Of a block's pieces: "main" and, where `window` is not 0, "side"."""
+    """Of a block's pieces: "main" and, where `window` is not 0, "side"; a snapshot, where it is SNAPSHOT."""
 
     main: BlockLayout
-    side: BlockLayout
+    side: BlockLayout | SnapshotLayout
     window: int
 
     def nbytes(self, kind: str, num_tokens: int) -> int:
@@ -111,6 +165,7 @@ class SequencePort:
         first_column: the column of the sequence's token 0 (its number of left pads).
         device: moves the bytes.
         side_from: the first column whose "side" K/V are there.
+        snapshots: tensors `[B, ...]` of each snapshot, by the tokens it stands for: read by `save`, written by `load`.
         reads: blocks on their way to the device, by buffer: ports of several rows that share them read each once.
     """
 
@@ -123,11 +178,14 @@ class SequencePort:
         device: Device,
         side_from: int = 0,
         reads: dict[int, Transfer] | None = None,
+        snapshots: Mapping[int, Sequence[torch.Tensor]] = {},
     ) -> None:
         self.layout = layout
+        self.ends = tuple(snapshots)
+        self._snapshots = snapshots
         self._reads = {} if reads is None else reads
         self._shares_reads = reads is not None
-        self._layouts = {MAIN: layout.main, SIDE: layout.side}
+        self._layouts: dict[str, BlockLayout | SnapshotLayout] = {MAIN: layout.main, SIDE: layout.side}
         self._strips = strips
         self._rows = rows
         self._first_column = first_column
@@ -138,7 +196,9 @@ class SequencePort:
     def window(self) -> int:
         return self.layout.window
 
-    def has_side(self, start: int) -> bool:
+    def has_side(self, start: int, stop: int) -> bool:
+        if self.window == SNAPSHOT:
+            return stop in self._snapshots
         return self._first_column + start >= self._side_from
 
     def nbytes(self, kind: str, num_tokens: int) -> int:
@@ -151,9 +211,8 @@ class SequencePort:
         staged = self._device.stage(buffers)
         if self._layouts[kind].has_gaps(num_tokens):
             staged.zero_()  # what was in memory before must not get into a file
-        row = self._rows.start
-        for view, tensor in self._pairs(kind, staged, num_tokens):
-            view.copy_(tensor[row, :, self._places(kind, start, num_tokens)])
+        for view, rows in self._pairs(kind, staged, start, num_tokens, num_tokens):
+            view.copy_(rows[0])
         return self._device.store(staged, buffers)
 
     @property
@@ -170,17 +229,23 @@ class SequencePort:
         transfer = transfer or self._device.fetch(buffer)
         if self._shares_reads and not once:
             self._reads[id(buffer)] = transfer
-        for view, tensor in self._pairs(kind, transfer.target(), block_tokens):
-            tensor[self._rows, :, self._places(kind, start, num_tokens)] = view[:, :num_tokens]
+        for view, rows in self._pairs(kind, transfer.target(), start, num_tokens, block_tokens):
+            rows[:] = view
         return transfer
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         return self._device.copy(source, target)
 
-    def _pairs(self, kind: str, flat: torch.Tensor, num_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return zip(self._layouts[kind].views(flat, num_tokens), self._strips[kind].tensors, strict=True)
-
-    def _places(self, kind: str, start: int, num_tokens: int) -> slice:
+    def _pairs(
+        self, kind: str, flat: torch.Tensor, start: int, num_tokens: int, block_tokens: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield a part of a flat block and the rows of the layers' tensors that it belongs to, tensor by tensor."""
+        views = self._layouts[kind].views(flat, block_tokens)
+        if kind == SIDE and self.window == SNAPSHOT:
+            for view, tensor in zip(views, self._snapshots[start + block_tokens], strict=True):
+                yield view, tensor[self._rows]
+            return
         first = self._first_column + start - self._strips[kind].origin
         assert first >= 0
-        return slice(first, first + num_tokens)
+        for view, tensor in zip(views, self._strips[kind].tensors, strict=True):
+            yield view[:, :num_tokens], tensor[self._rows, :, first : first + num_tokens]

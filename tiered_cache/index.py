@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiered_cache.format import Layout
-from tiered_cache.keys import MAIN, TOKEN_NBYTES, common_tokens, root_key
+from tiered_cache.keys import MAIN, SIDE, TOKEN_NBYTES, common_tokens, root_key
 
 
 class Node:
@@ -34,6 +34,20 @@ class Node:
                 best, shared = child, common
         return best, shared
 
+    def whole_children(self, tokens: bytes) -> Iterator["Block"]:
+        """Yield the children that `tokens` begin with, the longest first."""
+        # Prefixes sort before what they begin; what stands between two of them tells how short the next one must be.
+        while tokens:
+            place = bisect.bisect_right(self.children, tokens, key=_tokens_of)
+            if place == 0:
+                return
+            child = self.children[place - 1]
+            common = common_tokens(child.tokens, tokens) * TOKEN_NBYTES
+            if common == len(child.tokens):
+                yield child
+                common -= TOKEN_NBYTES
+            tokens = tokens[:common]
+
 
 class Root(Node):
     """Where all prefixes of one model identity, namespace and salt begin. Goes with its last block, unless it is held."""
@@ -44,28 +58,35 @@ class Root(Node):
         super().__init__(key)
         self.identity = identity
         self.layout = layout  # how the bytes of its blocks are laid out; opaque here, equal for all of them
-        self.window = window  # tokens before the end of a hit whose side pieces it takes; 0: there are none
+        self.window = window  # tokens before the end of a hit whose side pieces it takes, or SNAPSHOT; 0: there are none
         self.holds = 0  # commits under way
 
 
 class Piece:
     """One part of a block's K/V that rests in tiers by itself, `nbytes` large.
 
+    `gain`: of a snapshot, how many tokens it saves over the one before it; 0 of all others.
     `copies`: tier name -> its buffer, of tiers in memory. `saved_at`: when it was last known to be on disk, as
     `time.monotonic()` counts; 0 if never. `queued`: how often it is on its way there, the last time with (ttl_s, pin) `stay`.
     """
 
-    __slots__ = ("block", "copies", "key", "kind", "nbytes", "queued", "saved_at", "stay")
+    __slots__ = ("block", "copies", "gain", "key", "kind", "nbytes", "queued", "saved_at", "stay")
 
-    def __init__(self, block: "Block", kind: str, nbytes: int) -> None:
+    def __init__(self, block: "Block", kind: str, nbytes: int, gain: int = 0) -> None:
         self.block = block
         self.kind = kind
         self.key = block.key if kind == MAIN else block.key + kind.encode()
         self.nbytes = nbytes
+        self.gain = gain
         self.copies: dict[str, Any] = {}
         self.saved_at = 0.0
         self.queued = 0
         self.stay: tuple[float | None, bool] = (None, False)
+
+    @property
+    def value(self) -> float:
+        """Return the tokens that a byte of a snapshot saves."""
+        return self.gain / max(self.nbytes, 1)
 
     @property
     def is_safe(self) -> bool:
@@ -144,6 +165,18 @@ class PrefixIndex:
                 break
             node = child
         return parts
+
+    def endings(self, root: Root, tokens: bytes, now: float) -> list[tuple[int, Block]]:
+        """Return where a snapshot is stored on the way of `tokens`: (its block's first token, the block), in order."""
+        found: list[tuple[int, Block]] = []
+        node: Node = root
+        for place, chunk in enumerate(self.chunks(tokens)):
+            whole = [child for child in node.whole_children(chunk) if child.expires_at > now]
+            found += [(place * self.block_tokens, child) for child in reversed(whole) if SIDE in child.pieces]
+            if not whole or whole[0].num_tokens < self.block_tokens:
+                break
+            node = whole[0]
+        return found
 
     def chunks(self, tokens: bytes) -> Iterator[bytes]:
         """Cut encoded tokens into blocks of `block_tokens`; the last one may be shorter."""

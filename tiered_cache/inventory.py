@@ -4,15 +4,18 @@ Owns the rules between index and budgets. Refuses to own locks and copies: the s
 buffers that are complete.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from tiered_cache.index import Block, Node, Piece, PrefixIndex, Root
 from tiered_cache.keys import MAIN, SIDE, TOKEN_NBYTES
+from tiered_cache.policies.eviction import EvictionPolicy
 from tiered_cache.tiers.base import Buffer, MemoryTier
 
 PINNED_SHARE = 0.5  # of the slowest tier in memory may be pinned
+SNAPSHOT_SHARE = 0.5  # of a full tier snapshots may take, before they are the first to go
 
 
 class Inventory:
@@ -41,7 +44,9 @@ class Inventory:
         """Evict from `tier` until `nbytes` fit. Evicts nothing if that cannot be reached."""
         victims: dict[bytes, Piece] = {}
         spare = tier.capacity_bytes - tier.used_bytes
-        for key in tier.policy.victims():
+        much = tier.snapshot_bytes > tier.capacity_bytes * SNAPSHOT_SHARE
+        orders = (tier.snapshots, tier.policy) if much else (tier.policy, tier.snapshots)
+        for key in itertools.chain.from_iterable(order.victims() for order in orders):
             if spare >= nbytes:
                 break
             for piece in self._evictable(self.pieces[key], tier, victims):
@@ -63,8 +68,10 @@ class Inventory:
             return []
         if block.pinned_bytes and len(piece.copies) == 1 and not piece.saved_at:
             return []
-        if piece.kind == SIDE or len(piece.copies) > 1:
+        if len(piece.copies) > 1:
             return [piece]
+        if piece.kind == SIDE:
+            return [piece, *self._spent(block, tier, victims)] if piece.gain else [piece]
         # A child is never left without its parent, nor a side piece without its main piece: neither could be found any
         # more, yet would use up the budget.
         if any(child.key not in victims for child in block.children):
@@ -73,6 +80,19 @@ class Inventory:
         if side is None or side.key in victims:
             return [piece]
         return [side, piece] if list(side.copies) == [tier.name] else []
+
+    def _spent(self, block: Block, tier: MemoryTier, victims: dict[bytes, Piece]) -> list[Piece]:
+        """Return the main pieces that no snapshot makes use of once the one of `block` is gone, from there up."""
+        spent: dict[bytes, Piece] = {}
+        node: Node = block
+        while isinstance(node, Block) and (node is block or SIDE not in node.pieces):
+            main = node.pieces[MAIN]
+            is_leaf = all(child.key in victims or child.key in spent for child in node.children)
+            if not is_leaf or main.key in victims or node.holds or node.pinned_bytes or list(main.copies) != [tier.name]:
+                break
+            spent[main.key] = main
+            node = node.parent
+        return list(spent.values())
 
     # --- pieces -----------------------------------------------------------------------------------------------------
 
@@ -85,16 +105,18 @@ class Inventory:
             if tier.name in copies:
                 piece.copies[tier.name] = copies[tier.name]
                 tier.num_pieces += 1
-                tier.policy.touch(piece.key)
-                if piece.kind == SIDE:
+                tier.snapshot_bytes += piece.nbytes if piece.gain else 0
+                _order(tier, piece).touch(piece.key, piece.value)
+                if piece.kind == SIDE and not piece.gain:
                     tier.policy.chill(piece.key)
 
     def _remove_copy(self, piece: Piece, tier: MemoryTier) -> None:
         del piece.copies[tier.name]
         tier.num_pieces -= 1
+        tier.snapshot_bytes -= piece.nbytes if piece.gain else 0
         tier.release(piece.nbytes)
         if piece.block.linked:  # else another block may have its key by now
-            tier.policy.remove(piece.key)
+            _order(tier, piece).remove(piece.key)
         if not piece.copies:
             del piece.block.pieces[piece.kind]
             if piece.block.linked:
@@ -108,7 +130,7 @@ class Inventory:
         for piece in block.pieces.values():
             del self.pieces[piece.key]
             for tier in self.tiers:
-                tier.policy.remove(piece.key)
+                _order(tier, piece).remove(piece.key)
         self._free_if_unused(block)
 
     def discard_roots(self, chosen: Callable[[Root], bool]) -> None:
@@ -135,7 +157,7 @@ class Inventory:
                 piece = block.pieces.get(kind)
                 for tier in self.tiers:
                     if block.linked and piece is not None and tier.name in piece.copies:
-                        tier.policy.touch(piece.key)
+                        _order(tier, piece).touch(piece.key, piece.value)
 
     def let_stay(self, block: Block, ttl_s: float | None, pin: bool) -> None:
         """Note how long a block is to stay: the longest of what was ever asked for; pinned while there is room for pins."""
@@ -162,11 +184,19 @@ class Inventory:
             block.holds -= 1
             self._free_if_unused(block)
 
-    def hold_existing(self, parent: Node, tokens: bytes, chain: list[Block]) -> bool:
-        """Hold the block that stores `tokens` behind `parent`, if one does. For a tail, a longer sibling serves as well."""
+    def hold_existing(self, parent: Node, tokens: bytes, chain: list[Block], *, exactly: bool) -> bool:
+        """Hold the block that stores `tokens` behind `parent`, if one does.
+
+        For a tail a longer sibling serves as well, unless `exactly` this one is wanted.
+        """
         block, shared = parent.closest_child(tokens)
-        if block is None or shared * TOKEN_NBYTES < len(tokens):
+        if block is None or shared * TOKEN_NBYTES < len(tokens) or (exactly and block.tokens != tokens):
             return False
         block.holds += 1
         chain.append(block)
         return True
+
+
+def _order(tier: MemoryTier, piece: Piece) -> EvictionPolicy:
+    """Return the order in which a tier gives up pieces of this kind."""
+    return tier.snapshots if piece.gain else tier.policy

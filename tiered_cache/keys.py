@@ -10,7 +10,8 @@ import numpy as np
 
 KEY_FORMAT = 1  # part of every root: a change of what is stored, or how, makes all older keys miss
 MAIN = "main"  # kind of a block's piece: K/V of the layers that attend to everything
-SIDE = "side"  # ... of the layers that attend to a window: read only for the last window of a hit
+SIDE = "side"  # ... of the layers that attend to a window, or keep a state: read only for the last window of a hit
+SNAPSHOT = -1  # as a window: a side piece is the state after its whole block, and serves no hit that ends elsewhere
 TOKEN_NBYTES = 8  # token ids are hashed and compared as int64, little-endian
 
 

@@ -7,7 +7,7 @@ the rules of room (inventory).
 import functools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ from tiered_cache import progress
 from tiered_cache.archive import Archive, ReadAhead
 from tiered_cache.index import Block, Node, Piece, PrefixIndex
 from tiered_cache.inventory import Inventory
-from tiered_cache.keys import MAIN, SIDE, TOKEN_NBYTES, block_key
-from tiered_cache.matching import Match
+from tiered_cache.keys import MAIN, SIDE, SNAPSHOT, TOKEN_NBYTES, block_key
+from tiered_cache.matching import Match, Step
 from tiered_cache.tiers.base import BlockPort, Buffer, MemoryTier, Transfer
 from tiered_cache.tiers.disk import Branch, Stay, StoredBlock
 from tiered_cache.writeback import Outcome, Write
@@ -52,16 +52,6 @@ class Fetched:
     match: Match
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One piece to fetch: its first `take` tokens go to the layers at `start`."""
-
-    block: Block | StoredBlock
-    kind: str
-    start: int
-    take: int
-
-
 class Movement:
     """The moves of one stack.
 
@@ -91,7 +81,7 @@ class Movement:
 
     def fetch(self, match: Match, num_tokens: int, port: BlockPort, shared: SharedReads) -> Fetched:
         """Copy the first `num_tokens` tokens of a match to the layers. See `TierStack.fetch`."""
-        steps = list(_plan(match, num_tokens, port.window))
+        steps = list(match.steps(num_tokens))
         reads = [
             (step.block, step.kind)
             for step in steps
@@ -130,7 +120,7 @@ class Movement:
         return Fetched(reached, trouble is None, served, used, num_sides, trouble or match)
 
     def _load(
-        self, step: _Step, port: BlockPort, ahead: ReadAhead | None, shared: SharedReads
+        self, step: Step, port: BlockPort, ahead: ReadAhead | None, shared: SharedReads
     ) -> tuple[str, Transfer, Buffer | None]:
         """Start to copy one piece to the layers: (its tier, the copy, what was borrowed from the archive for it)."""
         block = step.block
@@ -166,14 +156,16 @@ class Movement:
             The block and how many of its tokens are new; (None, 0) where the commit must end.
         """
         with self._lock:
-            if self._inventory.hold_existing(parent, tokens, chain):
+            if self._inventory.hold_existing(parent, tokens, chain, exactly=port.window == SNAPSHOT):
                 return chain[-1], 0
         block = Block(block_key(parent.key, tokens), parent, tokens)
         created = self._store(Piece(block, MAIN, port.nbytes(MAIN, block.num_tokens)), start, port)
         with self._lock:
             if block.holds:  # published, and held since
                 chain.append(block)
-            elif not self._inventory.hold_existing(parent, tokens, chain):  # nor did another thread
+            elif not self._inventory.hold_existing(
+                parent, tokens, chain, exactly=port.window == SNAPSHOT
+            ):  # nor another thread
                 return None, 0
         return chain[-1], created
 
@@ -185,14 +177,14 @@ class Movement:
         published = False
         try:
             with self._lock:
-                if self._is_wanted(piece):
+                if self._is_wanted(piece, port):
                     self._inventory.reserve(piece.nbytes, self._tiers, reserved)
             if not reserved:
                 raise MemoryError
             copies.update({tier.name: port.allocate(tier.memory, piece.nbytes) for tier in reserved})
             port.save(piece.kind, start, block.num_tokens, list(copies.values())).wait()
             with self._lock:
-                if not self._is_wanted(piece):  # another thread was faster, or it was cleared meanwhile
+                if not self._is_wanted(piece, port):  # another thread was faster, or it was cleared meanwhile
                     return 0
                 published = True
                 if piece.kind == SIDE:
@@ -203,7 +195,8 @@ class Movement:
                 block.holds += 1
                 self._inventory.place(piece, copies)
                 for tail in covered:
-                    if not tail.holds:  # else it ages out by itself
+                    has_use = port.window == SNAPSHOT and SIDE in tail.pieces
+                    if not (tail.holds or has_use):  # else it ages out by itself
                         self._inventory.discard(tail)
                 return block.num_tokens - known
         except MemoryError:
@@ -215,17 +208,20 @@ class Movement:
                     for tier in reserved:
                         tier.release(piece.nbytes)
 
-    def store_side(self, block: Block, start: int, port: BlockPort) -> None:
-        """Store the side piece of a held block whose first token is `start`."""
-        self._store(Piece(block, SIDE, port.nbytes(SIDE, block.num_tokens)), start, port)
+    def store_side(self, block: Block, start: int, port: BlockPort, gain: int = 0) -> None:
+        """Store the side piece of a held block whose first token is `start`; of a snapshot, `gain` is what it saves."""
+        self._store(Piece(block, SIDE, port.nbytes(SIDE, block.num_tokens), gain), start, port)
 
-    def _is_wanted(self, piece: Piece) -> bool:
+    def _is_wanted(self, piece: Piece, port: BlockPort) -> bool:
         """Say whether a piece can still be published: it is not there yet, and what it hangs on is."""
         block = piece.block
         if piece.kind == SIDE:
             return block.linked and SIDE not in block.pieces
-        _, shared = block.parent.closest_child(block.tokens)
-        return shared < block.num_tokens and self._index.is_linked(block.parent)
+        closest, shared = block.parent.closest_child(block.tokens)
+        is_new = shared < block.num_tokens or (
+            port.window == SNAPSHOT and closest is not None and closest.tokens != block.tokens
+        )
+        return is_new and self._index.is_linked(block.parent)
 
     def promote(self, piece: Piece, port: BlockPort) -> MemoryTier:
         """Copy a held block's piece to the faster tiers that have room for it; return the fastest tier that holds it."""
@@ -289,8 +285,7 @@ class Movement:
     def spill(
         self,
         node: Node,
-        tokens: Sequence[bytes],
-        start: int,
+        segments: Sequence[tuple[int, bytes]],
         reused: int,
         branch: Branch,
         port: BlockPort,
@@ -301,23 +296,23 @@ class Movement:
 
         Args:
             node: what they hang on.
-            tokens: of each, encoded, in order.
-            start: the first token's place in the sequence.
+            segments: (place in the sequence of the first token, encoded tokens) of each, in order.
             reused: tokens of the sequence that were fetched: those came from the disk, and are there.
         """
-        done = 0
+        first = done = segments[0][0]
         if self._archive is None or (isinstance(node, Block) and not node.pieces[MAIN].is_safe):
             return 0
         parent = node.key
-        for chunk in tokens:
-            num_tokens = len(chunk) // TOKEN_NBYTES
-            kinds = (MAIN, SIDE) if port.window and port.has_side(start + done) else (MAIN,)
-            for kind in kinds if start + done + num_tokens > reused else ():
-                if not self._spill_piece(branch, parent, kind, chunk, start + done, port, stay, about):
-                    return done
-            done += num_tokens
-            parent = block_key(parent, chunk)
-        return done
+        for start, chunk in segments:
+            stop = start + len(chunk) // TOKEN_NBYTES
+            kinds = (MAIN, SIDE) if port.window and port.has_side(start, stop) else (MAIN,)
+            for kind in kinds if stop > reused else ():
+                if not self._spill_piece(branch, parent, kind, chunk, start, port, stay, about):
+                    return done - first
+            done = stop
+            if stop - start == self._index.block_tokens:
+                parent = block_key(parent, chunk)
+        return done - first
 
     def spill_side(self, block: Block, start: int, branch: Branch, port: BlockPort, stay: Stay, about: About) -> None:
         """Queue the side piece of a held block, for which memory has no room, from bytes of its own."""
@@ -371,19 +366,3 @@ class Movement:
 
 
 _NO_BAR = progress.no_bar(0, "", "")
-
-
-def _plan(match: Match, num_tokens: int, window: int) -> Iterator[_Step]:
-    """Yield the pieces that `num_tokens` tokens of a match take: side pieces only where they reach into the last window."""
-    blocks: list[tuple[Block | StoredBlock, int]] = [(part.block, part.num_tokens) for part in match.parts]
-    blocks += [(block, block.num_tokens) for block in match.stored]
-    start = 0
-    for block, length in blocks:
-        take = min(length, num_tokens - start)
-        if take <= 0:
-            return
-        yield _Step(block, MAIN, start, take)
-        if window > 0 and start + take > num_tokens - window:
-            is_here = isinstance(block, StoredBlock) or SIDE in block.pieces
-            yield _Step(block if is_here else match.sides[block.key], SIDE, start, take)
-        start += take

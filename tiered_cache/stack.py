@@ -10,7 +10,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -19,10 +18,11 @@ import numpy as np
 from tiered_cache.archive import Archive
 from tiered_cache.errors import ClosedError, ConfigError
 from tiered_cache.format import Layout
-from tiered_cache.index import Block, Node, PrefixIndex
+from tiered_cache.index import Block, Node, PrefixIndex, Root
 from tiered_cache.interrupts import uninterrupted
 from tiered_cache.inventory import Inventory
-from tiered_cache.keys import SIDE, TOKEN_NBYTES, encode_tokens, root_key
+from tiered_cache.keys import SIDE, SNAPSHOT, TOKEN_NBYTES, encode_tokens
+from tiered_cache.lookup import Lookup
 from tiered_cache.matching import Match
 from tiered_cache.movement import Fetched, Movement, SharedReads
 from tiered_cache.tiers.base import BlockPort, MemoryTier
@@ -73,6 +73,7 @@ class TierStack:
             self._archive = Archive(self.disk, int(self.tiers[-1].capacity_bytes * QUEUED_SHARE))
             self._archive.writes.start()
         self._movement = Movement(self._lock, self._index, self._inventory, self.tiers, self._archive)
+        self._lookup = Lookup(self._lock, self._index, self._inventory, self._archive)
         _all.add(self)
 
     # --- what a session asks for ------------------------------------------------------------------------------------
@@ -85,45 +86,8 @@ class TierStack:
                 disk tier is asked for what memory does not hold, if there are any; none if the identity means something in
                 this process only.
         """
-        tokens = encode_tokens(token_ids)
-        with self._lock:
-            self._check_open()
-            root = self._index.find_root(identity, salt)
-            parts = tuple(self._index.match(root, tokens, time.time())) if root is not None else ()
-            self._inventory.hold([part.block for part in parts])
-            match = Match(root, parts)
-        if self._archive is None or not shapes:
-            return match
-        if root is not None:
-            shapes = [(root.layout, root.window)]
-        branches = [Branch(identity, self.namespace, layout, window) for layout, window in shapes]
-        try:
-            return self._extend(match, branches, salt, tokens)
-        except BaseException:
-            self.release(match)
-            raise
-
-    def _extend(self, match: Match, branches: Sequence[Branch], salt: bytes, tokens: bytes) -> Match:
-        """Return a held match with what follows on disk, where that reaches further than memory."""
-        assert self._archive is not None
-        whole = [part for part in match.parts if part.num_tokens == self.block_tokens]
-        rest = tokens[len(whole) * self.block_tokens * TOKEN_NBYTES :]
-        in_part = match.num_tokens - len(whole) * self.block_tokens
-        halves = [part.block for part in match.parts if match.window and SIDE not in part.block.pieces]
-        if len(rest) // TOKEN_NBYTES - in_part <= 1:  # one token is always left to compute
-            if not halves:
-                return match
-            rest = b""
-        parent = whole[-1].block.key if whole else root_key(branches[0].identity, self.namespace, salt, self.block_tokens)
-        wanted = [(block.parent.key, block.tokens) for block in halves]
-        branch, stored, sides, trouble = self._archive.extend(branches, parent, rest, self.block_tokens, wanted)
-        match = replace(match, branch=branch, sides={block.key: block for block in sides}, trouble=trouble)
-        if sum(block.num_tokens for block in stored) <= in_part:
-            return match
-        if in_part:
-            with self._lock:
-                self._inventory.unhold([match.parts[-1].block])
-        return replace(match, parts=tuple(whole), stored=tuple(stored))
+        self._check_open()
+        return self._lookup.match(identity, salt, encode_tokens(token_ids), shapes)
 
     def fetch(self, match: Match, num_tokens: int, port: BlockPort, shared: SharedReads | None = None) -> Fetched:
         """Copy the first `num_tokens` tokens of a held match to the layers.
@@ -141,8 +105,7 @@ class TierStack:
 
     def release(self, match: Match) -> None:
         """End the hold on a match. Once per match."""
-        with self._lock:
-            self._inventory.unhold([part.block for part in match.parts])
+        self._lookup.release(match)
 
     def commit(
         self,
@@ -176,39 +139,65 @@ class TierStack:
             branch = Branch(identity, self.namespace, port.layout, port.window)
             try:
                 node: Node = root
-                start = 0
-                chunks = list(self._index.chunks(encode_tokens(token_ids)))
-                for place, chunk in enumerate(chunks):
+                segments = self._segments(encode_tokens(token_ids), port)
+                gains = self._gains(root, encode_tokens(token_ids), port.ends)
+                for place, (start, chunk) in enumerate(segments):
                     block, new_tokens = self._movement.commit_block(node, chunk, start, port, chain)
                     created += min(new_tokens, max(0, start + len(chunk) // TOKEN_NBYTES - reused))
                     if block is None:
                         if about is not None and self._index.is_linked(node):  # else it was cleared meanwhile
-                            spilled = self._movement.spill(node, chunks[place:], start, reused, branch, port, stay, about)
+                            spilled = self._movement.spill(node, segments[place:], reused, branch, port, stay, about)
                             created += max(0, start + spilled - max(start, reused))
                         if start + spilled < len(token_ids) and self._index.is_linked(root):
                             self._movement.dropped_blocks += 1
                         break
-                    has_side = port.window > 0 and block.tokens == chunk and port.has_side(start)
+                    stop = start + block.num_tokens
+                    has_side = port.window != 0 and block.tokens == chunk and port.has_side(start, stop)
                     if has_side and SIDE not in block.pieces:
-                        self._movement.store_side(block, start, port)
+                        self._movement.store_side(block, start, port, gains.get(stop, 0))
                     with self._lock:
                         self._inventory.let_stay(block, stay.ttl_s, stay.pin)
                         if about is not None:
                             self._movement.save(block, branch, port, stay, about)
-                    is_new = start + block.num_tokens > reused
+                    is_new = stop > reused
                     if has_side and SIDE not in block.pieces and about is not None and is_new:  # memory has no room for it
                         self._movement.spill_side(block, start, branch, port, stay, about)
                     if ctrl_c.requested:
                         break
-                    node, start = block, start + block.num_tokens
+                    if block.num_tokens == self.block_tokens:
+                        node = block
             finally:
                 with self._lock:
                     self._totals.created_tokens += created
-                    self._inventory.touch(chain, -(-port.window // self.block_tokens) + 1)
+                    num_sides = len(chain) if port.window == SNAPSHOT else -(-port.window // self.block_tokens) + 1
+                    self._inventory.touch(chain, num_sides)
                     self._inventory.unhold(chain)
                     root.holds -= 1
                     self._index.drop_if_empty(root)
         return created
+
+    def _segments(self, tokens: bytes, port: BlockPort) -> list[tuple[int, bytes]]:
+        """Cut a sequence into what its blocks hold: (place of the first token, encoded tokens), parents first.
+
+        Where a snapshot is inside a block, one that ends there comes before it; a last one without is of no use.
+        """
+        segments: list[tuple[int, bytes]] = []
+        for place, chunk in enumerate(self._index.chunks(tokens)):
+            start, num_tokens = place * self.block_tokens, len(chunk) // TOKEN_NBYTES
+            inside = sorted({end - start for end in port.ends if start < end < start + num_tokens})
+            segments += [(start, chunk[: length * TOKEN_NBYTES]) for length in inside]
+            if port.window != SNAPSHOT or num_tokens == self.block_tokens or start + num_tokens in port.ends:
+                segments.append((start, chunk))
+        return segments
+
+    def _gains(self, root: Root, tokens: bytes, ends: Sequence[int]) -> dict[int, int]:
+        """Return how many tokens a snapshot at each of `ends` saves, over the one before it."""
+        if not ends:
+            return {}
+        with self._lock:
+            there = [start + block.num_tokens for start, block in self._index.endings(root, tokens, time.time())]
+        known = [0, *there, *ends]
+        return {end: max(1, end - max(other for other in known if other < end)) for end in ends if end > 0}
 
     def record(self, usage: Usage) -> None:
         """Count one request in `stats()`. What it created, `commit` counted."""

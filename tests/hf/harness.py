@@ -1,6 +1,7 @@
 """What is asserted of every reuse: same tokens and logits as a cold run, as few columns forwarded as predicted, stored
 bytes unchanged, counters consistent."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from tiered_cache import HostTier, TieredCache, TierStack
+from tiered_cache.hf.shapes import is_stateful
 
 TOLERANCE = 1e-4  # of fp32 logits
+RECURRENT_TOLERANCE = 2e-3  # ... of models with recurrent layers, whose scans round by where a prompt is split
+ROUGH = {"nemotron_h": 3e-2}  # whose single steps differ from its scan by more, in transformers itself and in fp64 too
 
 
 def new_stack(capacity: int | str = "256MB", block_tokens: int = 16, **options: Any) -> TierStack:
@@ -42,11 +46,11 @@ def run(model: PreTrainedModel, ids: torch.Tensor, *, new_tokens: int = 5, seed:
     return model.generate(ids, return_dict_in_generate=True, output_logits=True, **settings)
 
 
-def assert_same(out: Any, cold: Any) -> None:
+def assert_same(out: Any, cold: Any, tolerance: float = TOLERANCE) -> None:
     assert out.sequences.tolist() == cold.sequences.tolist()
     assert len(out.logits) == len(cold.logits)
     for got, expected in zip(out.logits, cold.logits, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
 
 
 def check(
@@ -67,22 +71,32 @@ def check(
     cold = run(model, ids, **options)
     before = stored_bytes(stack)
     cache = TieredCache(stack) if cache is None else cache
+    settle(model)
     with forwarded(model) as columns:
         out = run(model, ids if passed is None else passed, past_key_values=cache, **options)
     if passed is not None:
         out.sequences = torch.cat([ids[:, : -passed.shape[1]], out.sequences], dim=1)
-    assert_same(out, cold)
-    assert columns[0] == ids.shape[1] - cached, cache.explain()
-    assert all(count == 1 for count in columns[1:])
+    is_recurrent = is_stateful(cache.layers)
+    assert_same(out, cold, ROUGH.get(model.config.model_type, RECURRENT_TOLERANCE) if is_recurrent else TOLERANCE)
+    steps = len(out.logits) - 1
+    assert sum(columns[: len(columns) - steps]) == ids.shape[1] - cached, cache.explain()
+    assert is_recurrent or len(columns) == 1 + steps
+    assert all(count == 1 for count in columns[len(columns) - steps :])
     pads = torch.zeros(len(ids)) if mask is None else (mask == 0).sum(dim=1)
     assert cache.usage.prompt_tokens == ids.numel() - int(pads.sum())
     assert cache.usage.cached_tokens == int((cached - pads).clamp(min=0).sum())
     assert cache.usage.cached_tokens == sum(cache.usage.cached_by_tier.values())
-    assert (cache.usage.miss_reason is None) == (columns[0] == 1)
+    assert (cache.usage.miss_reason is None) == (cached == ids.shape[1] - 1)
     after = stored_bytes(stack)
     assert all(after[key] == digest for key, digest in before.items() if key in after)
     assert_consistent(stack)
     return out
+
+
+@functools.cache
+def settle(model: PreTrainedModel) -> None:
+    """Let the trial of a model with recurrent layers, if it takes one, be over before forwards are counted."""
+    TieredCache(new_stack()).bind(model)
 
 
 def stored_bytes(stack: TierStack) -> dict[bytes, str]:
@@ -104,7 +118,7 @@ def assert_consistent(stack: TierStack) -> None:
         pieces = stack._inventory.pieces.values()
         buffers = [piece.copies[tier.name] for piece in pieces if tier.name in piece.copies]
         assert tier.used_bytes == sum(buffer.untyped_storage().nbytes() for buffer in buffers) <= tier.capacity_bytes
-        assert tier.num_pieces == len(buffers) == len(list(tier.policy.victims()))
+        assert tier.num_pieces == len(buffers) == len([*tier.policy.victims(), *tier.snapshots.victims()])
 
 
 def pieces_of(block: Any) -> list[bytes]:

@@ -46,6 +46,59 @@ _OWN: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
     },
     "FalconH1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "head_dim": 8},
+    "GraniteMoeHybrid": {
+        "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_expand": 2,
+        "num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 32, "position_embedding_type": "rope",
+    },
+    "NemotronH": {
+        "layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3, "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "ssm_state_size": 8, "n_groups": 2, "expand": 2, "head_dim": 8,
+    },
+    "Qwen3_5Text": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16,
+    },
+    "OlmoHybrid": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_key_value_heads": 4,
+    },
+    "Lfm2Moe": {
+        "layer_types": ["conv", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "num_dense_layers": 1,
+    },
+    "KimiLinear": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 8, "linear_num_heads": 4, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4, "num_local_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 16, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"],
+    },
+    "Zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 24, "head_dim": 8, "num_experts": 2},
+    "Jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 2,
+        "mamba_d_state": 8, "mamba_dt_rank": 4,
+    },
+    "Bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
+    "Mamba": {"state_size": 8, "num_key_value_heads": None},
+    "FalconMamba": {"state_size": 8, "num_key_value_heads": None},
+    "DeepseekV32": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "head_dim": 8,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 1, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 2,
+    },
+    "GlmMoeDsa": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "head_dim": 8,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 1, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 2,
+    },
+    "Gemma3nText": {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+        "head_dim": 16, "sliding_window": 24, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "Gemma4Text": {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+        "head_dim": 16, "global_head_dim": 24, "sliding_window": 24, "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
+    },
     "Gemma2": {"head_dim": 16, "sliding_window": 24},
     "Gemma3Text": {"head_dim": 16, "sliding_window": 24, "sliding_window_pattern": 2},
     "Cohere2": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
@@ -65,6 +118,11 @@ FULL_ATTENTION = (
     "Starcoder2", "Mixtral", "DeepseekV3",
 )  # fmt: skip
 
+
+RECURRENT = (
+    "Mamba2", "Lfm2", "Lfm2Moe", "Qwen3Next", "Qwen3_5Text", "FalconH1", "GraniteMoeHybrid", "NemotronH", "OlmoHybrid",
+    "KimiLinear", "Zaya",
+)  # fmt: skip  # with states in place of tokens, alone or beside attention: from transformers 5.17 on
 
 SLIDING = ("Mistral", "Gemma2", "Gemma3Text", "Cohere2", "Olmo3", "GptOss", "Llama4Text")  # windows or chunks of 24 tokens
 

@@ -14,14 +14,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tiered_cache.blocks import BlockLayout, SequenceLayout, SequencePort, Strip
+from tiered_cache.blocks import SequenceLayout, SequencePort, SnapshotLayout
 from tiered_cache.devices import device_for
 from tiered_cache.devices.base import Transfer
-from tiered_cache.hf import compat, identity
+from tiered_cache.hf import compat, identity, selfcheck
 from tiered_cache.hf.columns import Columns
 from tiered_cache.hf.explain import Refusal
-from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
-from tiered_cache.hf.shapes import expected_layouts
+from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, StatefulLayer
+from tiered_cache.hf.shapes import (
+    allocate,
+    expected_layouts,
+    indexed_layers,
+    is_stateful,
+    layout_of,
+    lengths,
+    side_layers,
+    states,
+    strips_of,
+)
 from tiered_cache.keys import MAIN, SIDE
 from tiered_cache.matching import Match
 from tiered_cache.movement import SharedReads
@@ -46,15 +56,19 @@ class Binding:
         layers: fresh cache layers for it.
         identity: its fingerprint, or None where nothing may be reused.
         refusal: why nothing may be reused, or None.
+        snapshots: what the layers kept in place of tokens, by column, to be stored: `[B, ...]` of each.
     """
 
-    def __init__(self, model: PreTrainedModel, stack: TierStack, salt: bytes, stay: Stay) -> None:
+    def __init__(self, model: PreTrainedModel, stack: TierStack, salt: bytes, stay: Stay, by_hand: bool = False) -> None:
         self._model = weakref.ref(model)
         self._stack = stack
         self._salt = salt
         self._stay = stay
         self._reused = 0  # columns that came from the stack
         self.layers = self.fresh_layers()
+        self.snapshots: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._by_hand = by_hand  # fed by a loop of the user's
+        self._verdict: selfcheck.Verdict | None = None
         self.identity: bytes | None = None
         self._fingerprint: identity.Fingerprint | None = None
         self._autocast = torch.is_autocast_enabled(model.device.type)
@@ -73,9 +87,28 @@ class Binding:
                 self.refusal = Refusal(MissReason.IDENTITY, why)
             else:
                 self.identity = self._fingerprint.digest
+                self._try_out(model, self.identity)
 
-    def choose_regime(self, prompt: Columns, at_once: bool) -> Refusal | None:
-        """Note whether rotary frequencies are those of long requests, where they depend on the length; refuse if unknown.
+    def _try_out(self, model: PreTrainedModel, digest: bytes) -> None:
+        """Refuse a model that does not go on from a prefix as it should, where that is not what it does at every step."""
+        if is_stateful(self.layers) or indexed_layers(self.layers):
+            self._verdict = selfcheck.verdict(model, digest, self._by_hand)
+            if self._verdict.why is not None:
+                self.refusal = Refusal(MissReason.UNSUPPORTED_LAYERS, self._verdict.why)
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """Say whether a hit can end only where a snapshot was taken."""
+        return self.refusal is None and is_stateful(self.layers)
+
+    def take_snapshot(self, column: int) -> None:
+        """Keep what the layers hold in place of their first `column` columns, to be stored."""
+        self.snapshots[column] = tuple(tensor.clone() for _, _, tensor in states(self.layers))
+
+    def refuse_prompt(self, prompt: Columns, at_once: bool) -> Refusal | None:
+        """Refuse left pads that the model does not go on from, and rotary frequencies that are not known.
+
+        Notes whether those are the ones of long requests, where they depend on the length.
 
         Args:
             at_once: the whole prompt is fed in one forward; in chunks, the first ones would be short requests.
@@ -84,6 +117,9 @@ class Binding:
         self._long = prompt.length > self.room(prompt)
         if self._long and not (self._one_long_regime and at_once):
             why = "the prompt is longer than the length at which its rotary embedding changes"
+            return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
+        if any(prompt.pads) and self._verdict is not None and not self._verdict.serves_pads:
+            why = f"{self.model.config.model_type} in transformers goes on wrongly from a prefix with left pads"
             return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
         return None
 
@@ -105,7 +141,9 @@ class Binding:
         assert self._fingerprint is not None
         shapes: list[tuple[SequenceLayout, int]] = []
         if self._stack.disk is not None and self._fingerprint.is_portable:
-            shapes = [(layout, layout.window) for layout in expected_layouts(self.model, self.layers)]
+            tried = self._verdict.layout if self._verdict is not None else None
+            layouts = expected_layouts(self.model, self.layers) if tried is None else [tried]
+            shapes = [(layout, layout.window) for layout in layouts]
         matches: list[Match] = []
         try:
             for row in range(prompt.rows):
@@ -147,16 +185,20 @@ class Binding:
         device = layout.main.device
         layers = self.fresh_layers()
         batch = prompt.rows * expand
+        allocate(layers, layout.main, batch, columns)
+        if isinstance(layout.side, SnapshotLayout):
+            kept = tuple(torch.zeros((batch, *shape), dtype=dtype, device=device) for _, _, shape, dtype in layout.side.pieces)
+        else:
+            kept = ()
         # Side pieces come whole, from their beginning: the block that a later commit makes of the last one needs that.
         step = self._stack.block_tokens
         first = [pad + max(columns - pad - window, 0) // step * step for pad in prompt.pads]
         origin = min([max(columns - window, 0), *first])
-        for layer, keys, values in zip(full_layers(layers), layout.main.pieces[::2], layout.main.pieces[1::2], strict=True):
-            layer.allocate(batch, columns, keys, values, device)
-        for slid, keys, values in zip(side_layers(layers), layout.side.pieces[::2], layout.side.pieces[1::2], strict=True):
+        side = () if isinstance(layout.side, SnapshotLayout) else layout.side.pieces
+        for slid, keys, values in zip(side_layers(layers), side[::2], side[1::2], strict=True):
             slid.allocate(batch, columns, origin, keys, values, device)
             slid.valid_from = tuple(column for column in first for _ in range(expand))
-        strips = _strips(layers)
+        strips = strips_of(layers)
         reads: dict[int, Transfer] | None = {} if prompt.rows > 1 else None
         shared = _read_by_several(matches)
         reached, is_complete = columns, True
@@ -170,13 +212,19 @@ class Binding:
                     tensor[rows, :, : start - strips[kind].origin] = 0
             served_by_row.append({})
             if reached > pad:
-                port = SequencePort(layout, strips, rows, pad, device_for(device), reads=reads)
+                port = SequencePort(
+                    layout, strips, rows, pad, device_for(device), reads=reads, snapshots={columns - pad: kept} if kept else {}
+                )
                 fetched = self._stack.fetch(match, reached - pad, port, shared)
                 left[row], served_by_row[row] = fetched.match, fetched.served
                 is_complete &= fetched.is_complete
                 reached = min(reached, pad + fetched.num_tokens)
         if not is_complete and (window or reached <= min(prompt.pads)):
             return Loaded(0, {}, left)
+        if isinstance(layout.side, SnapshotLayout):
+            self._put_states(layers, layout.side, kept, columns)
+            if any("disk" in by_tier for by_tier in served_by_row):  # to be kept in memory from now on
+                self.snapshots[columns] = kept
         for slid in side_layers(layers):
             slid.settle()
         for layer in layers if reached < columns else ():
@@ -193,11 +241,14 @@ class Binding:
         # Weights or adapters may have changed during the call: then nobody knows which tokens saw which.
         if self.identity is None or self._fingerprint is None or not identity.is_unchanged(self.model, self._fingerprint):
             return 0
-        strips, side = _strips(self.layers), side_layers(self.layers)
+        strips, side = strips_of(self.layers), side_layers(self.layers)
         dtypes = {tensor.dtype for strip in strips.values() for tensor in strip.tensors}
-        if not self._autocast and dtypes != {self.model.dtype}:  # not as the fingerprint says: autocast in the loop only
+        if not self._autocast and dtypes - {self.model.dtype}:  # not as the fingerprint says: autocast in the loop only
             return 0
-        layout = _layout(self.layers)
+        layout = layout_of(self.layers)
+        snapshots = dict(self.snapshots)
+        if is_stateful(self.layers) and lengths(self.layers) == {columns.length}:
+            snapshots[columns.length] = tuple(tensor for _, _, tensor in states(self.layers))
         goes_to_disk = self._stack.disk is not None and self._fingerprint.is_portable
         about = identity.describe(self.model) if goes_to_disk else None
         created = 0
@@ -211,6 +262,11 @@ class Binding:
                     columns.pads[row],
                     device_for(layout.main.device),
                     side_from=max([strips[SIDE].origin, *(slid.valid_from[row] for slid in side if slid.valid_from)]),
+                    snapshots={
+                        column - columns.pads[row]: kept
+                        for column, kept in snapshots.items()
+                        if columns.pads[row] < column <= columns.pads[row] + len(tokens)
+                    },
                 )
                 created += self._stack.commit(
                     self.identity,
@@ -250,7 +306,7 @@ class Binding:
         return model
 
     def _refuse(self, model: PreTrainedModel) -> Refusal | None:
-        known = (GrowableLayer, CapturingSlidingLayer)
+        known = (GrowableLayer, CapturingSlidingLayer, StatefulLayer, *compat.EMPTY_LAYERS)
         kinds = sorted({type(layer).__name__ for layer in self.layers if not isinstance(layer, known)})
         if identity.is_training(model):
             return Refusal(MissReason.DISABLED_CALL, "the model is in training mode (call model.eval())")
@@ -271,6 +327,15 @@ class Binding:
             return Refusal(MissReason.UNSUPPORTED_LAYERS, "the model is spread over several devices")
         return None
 
+    @staticmethod
+    def _put_states(layers: Sequence[Any], layout: SnapshotLayout, kept: Sequence[torch.Tensor], columns: int) -> None:
+        """Let fresh layers go on from states after `columns` columns."""
+        by_layer: dict[int, dict[str, torch.Tensor]] = {}
+        for (place, name, _, _), tensor in zip(layout.pieces, kept, strict=True):
+            by_layer.setdefault(place, {})[name] = tensor
+        for place, state in by_layer.items():
+            layers[place].put_state(state, columns)
+
 
 def _read_by_several(matches: Sequence[Match]) -> SharedReads:
     """Return the pieces on disk that several rows need."""
@@ -286,36 +351,3 @@ def _first(by_tier: dict[str, int], num_tokens: int) -> dict[str, int]:
             first[tier] = min(tokens, num_tokens)
             num_tokens -= tokens
     return first
-
-
-def full_layers(layers: Sequence[Any]) -> list[GrowableLayer]:
-    """Return those of the layers that attend to everything."""
-    return [layer for layer in layers if isinstance(layer, GrowableLayer)]
-
-
-def side_layers(layers: Sequence[Any]) -> list[CapturingSlidingLayer]:
-    """Return those of the layers that attend to a window."""
-    return [layer for layer in layers if isinstance(layer, CapturingSlidingLayer)]
-
-
-def _strips(layers: Sequence[Any]) -> dict[str, Strip]:
-    """Return the K/V of all layers as the strips that pieces are read from and written to."""
-    main = _tensors(full_layers(layers))
-    side = side_layers(layers)
-    if not side or any(slid.captured is None for slid in side):
-        return {MAIN: Strip(main), SIDE: Strip((), origin=sys.maxsize)}
-    origin = max(slid.captured_from for slid in side)
-    captured = tuple(tensor[:, :, origin - slid.captured_from :] for slid in side for tensor in slid.captured or ())
-    return {MAIN: Strip(main), SIDE: Strip(captured, origin)}
-
-
-def _layout(layers: Sequence[Any]) -> SequenceLayout:
-    """Return the layout of live layers."""
-    main, side = _tensors(full_layers(layers)), _tensors(side_layers(layers))
-    device = (main or side)[0].device
-    window = max([slid.window for slid in side_layers(layers)], default=0)
-    return SequenceLayout(BlockLayout.of(main, device), BlockLayout.of(side, device), window)
-
-
-def _tensors(layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor for layer in layers for tensor in (layer.keys, layer.values))

@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -23,7 +22,11 @@ from tiered_cache.hf.binding import Binding
 from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.explain import Refusal, describe
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
+from tiered_cache.hf.prefill import split_points
+from tiered_cache.hf.resident import Resident
+from tiered_cache.hf.shapes import lengths
 from tiered_cache.interrupts import uninterrupted
+from tiered_cache.matching import Match
 from tiered_cache.stack import TierStack, check_stack
 from tiered_cache.tiers.disk import Stay
 from tiered_cache.usage import MissReason, Usage
@@ -31,28 +34,6 @@ from tiered_cache.usage import MissReason, Usage
 logger = logging.getLogger(__name__)
 
 CAPTURE_NBYTES = 256 << 20  # of K/V that left the windows of sliding layers; beyond, they are stored in mid-generation
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """What a cache held before a call: its layers, and the tokens of their columns as far as they are known."""
-
-    layers: list[Any]
-    columns: Columns | None
-    binding: Binding | None
-
-    @property
-    def length(self) -> int:
-        """Columns in the layers, known or not."""
-        return num_columns(self.layers)
-
-    def serves(self, prompt: Columns, binding: Binding, limit: int) -> int:
-        """Return how many leading columns of `prompt`, up to `limit`, these layers hold for the model that `binding` binds."""
-        if self.columns is None or self.binding is None or not self.binding.computed_as(binding):
-            return 0
-        whole = min([int(layer.get_seq_length()) for layer in self.layers], default=0)
-        columns = min(self.columns.shared(prompt), whole, limit, self.binding.room(self.columns))
-        return columns if all(layer.can_truncate(columns) for layer in self.layers) else 0
 
 
 class TieredCache(DynamicCache):
@@ -99,6 +80,8 @@ class TieredCache(DynamicCache):
         self.layer_class_to_replicate = GrowableLayer
         self.stack = default_stack() if stack is None else check_stack(stack, "TieredCache(stack=...)")
         self.usage = Usage()
+        self.split_points: list[int] = []  # columns after which a snapshot is to be taken in this call's prefill
+        self._first_layer = 0  # that keeps anything
         self.session: Any = None  # the generate() call that is using this cache
         self.columns: Columns | None = None  # the tokens of the layers' columns, as far as they are known
         self._salt = salt.encode() if isinstance(salt, str) else salt or b""
@@ -132,8 +115,8 @@ class TieredCache(DynamicCache):
         compat.check_decoder(model)
         prompt = Columns.of(input_ids, attention_mask)
         resident = self.take_out()
-        refusal = self.bind(model)
-        self._by_hand, self._fed = True, prompt
+        refusal = self.bind(model, by_hand=True)
+        self._fed = prompt
         columns = self.reuse(prompt, count_tokens(input_ids, attention_mask), 1, resident, refusal, at_once=False)
         self.stack.record(self.usage)
         return columns
@@ -152,7 +135,7 @@ class TieredCache(DynamicCache):
         self._check_free()
         if not self._by_hand:
             raise ConfigError("commit() needs restore(model, input_ids) before it: that says which model fed this cache.")
-        columns, length = Columns.of(input_ids, attention_mask), num_columns(self.layers)
+        columns, length = Columns.of(input_ids, attention_mask), max(lengths(self.layers), default=0)
         if columns is None:
             raise ConfigError("attention_mask must be left pads (0) followed by tokens (1) in every row to commit.")
         if columns.length < length:
@@ -183,11 +166,12 @@ class TieredCache(DynamicCache):
         self.layers, self._binding = resident.layers, resident.binding
         self.columns = resident.columns
 
-    def bind(self, model: PreTrainedModel) -> Refusal | None:
+    def bind(self, model: PreTrainedModel, *, by_hand: bool = False) -> Refusal | None:
         """Make fresh layers for `model`; return why nothing may be reused with it, or None."""
-        self._binding = Binding(model, self.stack, self._salt, self._stay)
+        self._binding = Binding(model, self.stack, self._salt, self._stay, by_hand)
         self.layers, self.columns = self._binding.layers, None
-        self._by_hand, self._fed = False, None
+        self._by_hand, self._fed = by_hand, None
+        self._first_layer = next(place for place, layer in enumerate(self.layers) if not isinstance(layer, compat.EMPTY_LAYERS))
         return self._binding.refusal
 
     def fresh_layers(self) -> list[Any]:
@@ -219,13 +203,14 @@ class TieredCache(DynamicCache):
         if refusal is None and prompt is None:
             refusal = Refusal(MissReason.UNKNOWN_CONTENT, "the attention mask is not left padding followed by tokens")
         if prompt is not None:
-            regime = self._bound.choose_regime(prompt, at_once)
-            refusal = Refusal.first([reason for reason in (refusal, regime) if reason is not None])
+            of_prompt = self._bound.refuse_prompt(prompt, at_once)
+            refusal = Refusal.first([reason for reason in (refusal, of_prompt) if reason is not None])
         self._may_store = refusal is None or refusal.stores
+        known = [0] * prompt.rows if prompt is not None else []
         if refusal is None and prompt is not None:
             try:
                 with uninterrupted():  # a hold that is never released would keep its blocks for ever
-                    columns, served, refusal = self._fetch(prompt, expand, resident)
+                    columns, served, refusal, known = self._fetch(prompt, expand, resident)
             except Exception as error:  # noqa: BLE001  a tier that fails, in whatever way, is a miss
                 _warn("Reuse failed, the whole prompt is computed", error)
                 refusal = Refusal(MissReason.TIER_ERROR, f"a tier failed ({error})")
@@ -235,7 +220,15 @@ class TieredCache(DynamicCache):
         reason = refusal.reason if refusal is not None and not every_row_one else None
         self.note(Usage(prompt_tokens, cached, 0, served, time.perf_counter() - started, reason), refusal)
         self.columns = prompt.cut(columns).repeat(expand) if prompt is not None and columns else None
+        snaps = prompt is not None and self._may_store and self._bound.takes_snapshots
+        self.split_points = split_points(prompt, columns, known) if prompt is not None and snaps else []
         return columns
+
+    def take_snapshot(self) -> None:
+        """Keep what recurrent layers hold now, to be stored with the columns so far."""
+        length = max(lengths(self.layers), default=0)
+        if self._may_store and self._bound.takes_snapshots and length:
+            self._bound.take_snapshot(length)
 
     def note(self, usage: Usage, refusal: Refusal | None) -> None:
         """Keep what the present call did, for `usage` and `explain()`."""
@@ -272,14 +265,31 @@ class TieredCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append one layer's K/V `[B, H, t, D]`. Mirrors Cache.update."""
-        if layer_idx == 0 and not (self.hooks_installed or self._by_hand or self.session):
+        self._note_forward(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Shift columns `[B, D, t]` into one layer's convolution. Mirrors Cache.update_conv_state."""
+        self._note_forward(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return one layer's convolution. Mirrors Cache.get_conv_state, which a forward calls once before it updates."""
+        layer = self.layers[layer_idx]
+        if state_idx == 0 and hasattr(layer, "begin_forward"):
+            layer.begin_forward()
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def _note_forward(self, layer_idx: int) -> None:
+        if layer_idx != self._first_layer:
+            return
+        if not (self.hooks_installed or self._by_hand or self.session):
             raise TieredCacheError(
                 "tiered_cache.uninstall() took the hooks off generate(), so this TieredCache cannot tell which prompt it "
                 "serves. Make a new TieredCache (that installs them again), or pass a DynamicCache."
             )
-        if layer_idx == 0 and self.session is not None:
+        if self.session is not None:
             self.session.before_forward(self._bound.captured_nbytes > CAPTURE_NBYTES)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def is_compileable(self) -> bool:
@@ -315,7 +325,7 @@ class TieredCache(DynamicCache):
         return twin
 
     def __repr__(self) -> str:
-        length = num_columns(self.layers)
+        length = max(lengths(self.layers), default=0)
         held = f"{length:,} tokens in {len(self.layers)} layers" if length else "empty"
         last = f"; last call reused {self.usage.cached_tokens:,} of {self.usage.prompt_tokens:,} prompt tokens"
         return f"{type(self).__name__}({held}{last if self.usage.prompt_tokens else ''})"
@@ -336,8 +346,8 @@ class TieredCache(DynamicCache):
         if self.columns is not None and self.session is None:
             self.columns = change(self.columns)
 
-    def _fetch(self, prompt: Columns, expand: int, resident: Resident) -> tuple[int, dict[str, int], Refusal | None]:
-        """Hold the longest known prefix: (its columns, tokens by tier, why it is not all but one)."""
+    def _fetch(self, prompt: Columns, expand: int, resident: Resident) -> tuple[int, dict[str, int], Refusal | None, list[int]]:
+        """Hold the longest known prefix: (its columns, tokens by tier, why not all but one, tokens stored of each row)."""
         binding = self._bound
         assert binding.identity is not None
         limit = prompt.length - 1  # one token is left to compute: its logits are wanted
@@ -353,23 +363,29 @@ class TieredCache(DynamicCache):
             if kept > columns:
                 columns, served = kept, {"resident": sum(max(0, kept - pad) for pad in prompt.pads)}
                 binding.layers = resident.layers
-                for layer in resident.layers:
-                    layer.truncate(kept)
+                resident.truncate(kept)
         finally:
             binding.release(matches)
-        if columns == limit:
-            return columns, served, None
+        known = [match.known_tokens for match in matches]
+        return columns, served, self._why_not_all(prompt, matches, columns) if columns < limit else None, known
+
+    def _why_not_all(self, prompt: Columns, matches: Sequence[Match], columns: int) -> Refusal:
+        """Say why no more than `columns` columns are reused."""
         for trouble, why in _TROUBLES.items():
             if any(match.trouble is trouble for match in matches):
-                return columns, served, Refusal(trouble, why)
+                return Refusal(trouble, why)
         shortest = min(pad + match.num_tokens for pad, match in zip(prompt.pads, matches, strict=True))
         if any(match.num_tokens > max(0, shortest - pad) for pad, match in zip(prompt.pads, matches, strict=True)):
             why = "one row of the batch shares less with what is stored than others do"
-            return columns, served, Refusal(MissReason.ROW_LIMIT, why)
+            return Refusal(MissReason.ROW_LIMIT, why)
+        known = min(pad + match.known_tokens for pad, match in zip(prompt.pads, matches, strict=True))
+        if known > max(columns, min(prompt.pads)) and self._bound.takes_snapshots:
+            why = "more of this prompt is stored, but its recurrent layers go on from snapshots only, and none is nearer"
+            return Refusal(MissReason.NOT_STORED, why)
         if shortest > max(columns, min(prompt.pads)):
             why = "more of this prompt is stored, but not all that its sliding-window layers need before that point"
-            return columns, served, Refusal(MissReason.NOT_STORED, why)
-        return columns, served, Refusal(MissReason.NOT_STORED, "no more of this prompt is stored")
+            return Refusal(MissReason.NOT_STORED, why)
+        return Refusal(MissReason.NOT_STORED, "no more of this prompt is stored")
 
 
 _TROUBLES = {
@@ -386,11 +402,6 @@ def check_stay(ttl: float | None, pin: bool, caller: str) -> Stay:
     if not isinstance(pin, bool):
         raise ConfigError(f"{caller}(pin={pin!r}) must be True or False.")
     return Stay(ttl, pin)
-
-
-def num_columns(layers: Sequence[Any]) -> int:
-    """Return how many columns layers hold; 0 if none of them counts any."""
-    return max([int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")], default=0)
 
 
 def _warn(what: str, error: Exception) -> None:

@@ -9,16 +9,25 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version  # a dependency of transformers
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from tiered_cache import progress
 from tiered_cache.errors import UnsupportedModelError
-from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
+from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, IndexedLayer
 
 VERSION = Version(transformers.__version__)
+
+# Before that release recurrent layers are without reuse.
+KEEPS_STATES = Version("5.17") <= VERSION
+if KEEPS_STATES:
+    from tiered_cache.hf import states
+
+# Of a layer that keeps nothing, or shares what another one keeps; and of one with keys to pick by.
+EMPTY_LAYERS: tuple[Any, ...] = tuple(vars(cache_utils)[name] for name in ("DummyLayer",) if hasattr(cache_utils, name))
+_INDEXED_LAYER = getattr(cache_utils, "DynamicIndexedLayer", None)
 
 # generate() and forward() call their cache argument `past_key_values` up to some release, `cache` from then on.
 CACHE_ARGUMENT = (
@@ -30,11 +39,9 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")  # what our hooks accept everywhe
 CHUNKED_PREFILL_CONTINUES = Version("5.24") <= VERSION
 
 # Model code that is itself wrong, or fails, when it continues from a prefix (seen at some of the supported releases).
-NOT_CONTINUING = frozenset(
-    {"big_bird", "deepseek_v32", "glm_moe_dsa", "megatron-bert", "prophetnet", "rembert", "roformer", "xlm", "xlm-prophetnet"}
-)
-# Models that count positions from the attention mask by themselves. Others get them from generate(), if at all.
-POSITIONS_FROM_MASK = frozenset({"bloom", "opt"})
+NOT_CONTINUING = frozenset({"big_bird", "megatron-bert", "prophetnet", "rembert", "roformer", "xlm", "xlm-prophetnet"})
+# Models that count positions from the attention mask by themselves, or have none. Others get them from generate(), if at all.
+POSITIONS_FROM_MASK = frozenset({"bloom", "falcon_mamba", "mamba", "mamba2", "opt"})
 
 REUSING_MODES = frozenset(
     {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE}
@@ -75,10 +82,14 @@ def cache_layers(config: PreTrainedConfig, max_captured_nbytes: int) -> list[Any
         max_captured_nbytes: what all sliding-window layers together may hold until it is stored.
     """
     layers: list[Any] = DynamicCache(config=text_config(config)).layers
+    if KEEPS_STATES:
+        is_recurrent = states.is_recurrent(layers)
+        layers = [states.own_layer(layer, is_recurrent) for layer in layers]
     sliding = [type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > 1 for layer in layers]
     share = max_captured_nbytes // max(sum(sliding), 1)
     return [
         GrowableLayer() if type(layer) is DynamicLayer
+        else IndexedLayer() if type(layer) is _INDEXED_LAYER
         else CapturingSlidingLayer(layer.sliding_window, share) if slides
         else layer
         for layer, slides in zip(layers, sliding, strict=True)
@@ -98,6 +109,11 @@ progress.show = progress_bar
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config of the decoder that the cache serves."""
     return config.get_text_config(decoder=True)
+
+
+def slices_prompts(cache: DynamicCache) -> bool:
+    """Say whether generate() feeds only what a cache does not hold: not where that holds states alone."""
+    return not all(getattr(cache, "is_linear", [False]))
 
 
 def mask_columns(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int | None:

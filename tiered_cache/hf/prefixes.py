@@ -46,9 +46,13 @@ def warm(
         start = cache.restore(model, input_ids)
         left = input_ids[:, start:].to(inner.device)
         with progress.show(left.shape[1], "Warming", " tokens") as bar:
-            for chunk in torch.split(left, CHUNK_TOKENS, dim=1):
-                inner(chunk, **options)
-                bar.update(chunk.shape[1])
+            last = left.shape[1] - 1  # a prompt that is the same has one token left to compute
+            parts = [left[:, :last], left[:, last:]] if cache.split_points and last else [left]
+            for part in parts:
+                for chunk in torch.split(part, CHUNK_TOKENS, dim=1):
+                    inner(chunk, **options)
+                    bar.update(chunk.shape[1])
+                cache.take_snapshot()
         _keep_all(cache, input_ids)
     return cache.usage
 

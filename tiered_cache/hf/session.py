@@ -19,11 +19,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from tiered_cache.errors import CacheInUseError, ConfigError
 from tiered_cache.hf import compat
-from tiered_cache.hf.binding import side_layers
-from tiered_cache.hf.cache import Resident, TieredCache
+from tiered_cache.hf.cache import TieredCache
 from tiered_cache.hf.checks import check_length, covered_columns, has_plain_positions, refuse_call, refuse_class
 from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.explain import Refusal
+from tiered_cache.hf.prefill import part_of
+from tiered_cache.hf.resident import Resident
+from tiered_cache.hf.shapes import lengths, side_layers
 from tiered_cache.usage import MissReason, Usage
 
 logger = logging.getLogger(__name__)
@@ -188,7 +190,14 @@ class Session:
         cache.reuse(self._prompt, prompt_tokens, self._expand, self._resident, refusal, at_once=at_once)
         self._resident = Resident([], None, None)  # frees what was not reused
         self._stage = Stage.RESTORED
-        outputs = call(whole_ids, generation_config, model_kwargs, *args, **kwargs)
+        slices = not compat.slices_prompts(cache)
+        start = cache.columns.length if slices and cache.columns is not None else 0
+        for stop in cache.split_points if at_once or compat.CHUNKED_PREFILL_CONTINUES else ():
+            part = part_of(model_kwargs, len(whole_ids), stop, whole_ids.device)
+            call(whole_ids[:, start:stop], generation_config, part, *args, **kwargs)
+            cache.take_snapshot()
+            start = stop if slices else 0
+        outputs = call(whole_ids[:, start:], generation_config, model_kwargs, *args, **kwargs)
         if self._prompt is not None and _uniform_length(cache) != self._prompt.length:
             self._prompt = None  # another cache took over, or something was put in front of the prompt
         self._stage = Stage.PREFILLED
@@ -328,8 +337,7 @@ class Session:
 
     def _keep_prompt(self, prompt: Columns) -> None:
         """Note and store the prompt's columns only, one row of each group of copies."""
-        lengths = [layer.get_seq_length() for layer in self._cache.layers if hasattr(layer, "get_seq_length")]
-        if min(lengths, default=0) < prompt.length:
+        if min(lengths(self._cache.layers), default=0) < prompt.length:
             self._cache.columns = None
             return
         self._cache.columns = prompt.repeat(self._expand)
@@ -346,6 +354,6 @@ class Session:
 
 
 def _uniform_length(cache: TieredCache) -> int | None:
-    """Return how many columns all attention layers hold, or None where they differ (a forward was interrupted)."""
-    lengths = {layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")}
-    return lengths.pop() if len(lengths) == 1 else None
+    """Return how many columns all layers hold, or None where they differ (a forward was interrupted)."""
+    held = lengths(cache.layers)
+    return held.pop() if len(held) == 1 else None

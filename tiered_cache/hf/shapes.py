@@ -1,22 +1,99 @@
-"""What K/V of a model will look like, before it has computed any.
+"""What K/V, and states, of a model look like: those that are there, and before there are any.
 
-Owns an expectation, read from the config, by which blocks on disk are looked up before the first forward. It need not be
-right: what is stored
-comes from live K/V and is found under their layout only, so that a wrong expectation finds nothing. Refuses to own
-layouts of live K/V (binding).
+Owns layouts and which tensors pieces are read from. An expectation is read from the config, by which blocks on disk are looked
+up before the first forward. It need not be right: what is stored comes from live K/V and is found under their layout only, so
+that a wrong expectation finds nothing. Refuses to own which tokens they are (cache).
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tiered_cache.blocks import BlockLayout, SequenceLayout
+from tiered_cache.blocks import BlockLayout, SequenceLayout, SnapshotLayout, Strip
 from tiered_cache.hf import compat
-from tiered_cache.hf.layers import CapturingSlidingLayer
+from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, IndexedLayer, StatefulLayer
+from tiered_cache.keys import MAIN, SIDE, SNAPSHOT
 
 Widths = tuple[tuple[int, int], tuple[int, int]]  # (heads, width) of K and of V
+
+
+def full_layers(layers: Sequence[Any]) -> list[GrowableLayer]:
+    """Return those of the layers that attend to everything."""
+    return [layer for layer in layers if isinstance(layer, GrowableLayer)]
+
+
+def side_layers(layers: Sequence[Any]) -> list[CapturingSlidingLayer]:
+    """Return those of the layers that attend to a window."""
+    return [layer for layer in layers if isinstance(layer, CapturingSlidingLayer)]
+
+
+def indexed_layers(layers: Sequence[Any]) -> list[IndexedLayer]:
+    """Return those of the layers that have keys to pick by."""
+    return [layer for layer in layers if isinstance(layer, IndexedLayer)]
+
+
+def is_stateful(layers: Sequence[Any]) -> bool:
+    """Say whether a hit takes a snapshot."""
+    return any(isinstance(layer, StatefulLayer) for layer in layers)
+
+
+def lengths(layers: Sequence[Any]) -> set[int]:
+    """Return how many columns layers hold, of those that count them: recurrent ones only where there are no others."""
+    attention = {int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")}
+    return attention or {layer.num_tokens for layer in layers if isinstance(layer, StatefulLayer)}
+
+
+def states(layers: Sequence[Any]) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Yield what the layers keep in place of tokens: (layer, name, tensor `[B, ...]`)."""
+    for place, layer in enumerate(layers):
+        if isinstance(layer, StatefulLayer):
+            yield from ((place, name, tensor) for name, tensor in layer.state().items())
+
+
+def strips_of(layers: Sequence[Any]) -> dict[str, Strip]:
+    """Return the K/V of all layers as the strips that pieces are read from and written to."""
+    main = _main_tensors(layers)
+    side = side_layers(layers)
+    if not side or any(slid.captured is None for slid in side):
+        return {MAIN: Strip(main), SIDE: Strip((), origin=sys.maxsize)}
+    origin = max(slid.captured_from for slid in side)
+    captured = tuple(tensor[:, :, origin - slid.captured_from :] for slid in side for tensor in slid.captured or ())
+    return {MAIN: Strip(main), SIDE: Strip(captured, origin)}
+
+
+def layout_of(layers: Sequence[Any]) -> SequenceLayout:
+    """Return the layout of live layers."""
+    main, side = _main_tensors(layers), _tensors(side_layers(layers))
+    kept = list(states(layers))
+    device = [*main, *side, *(tensor for _, _, tensor in kept)][0].device
+    main_layout = BlockLayout.of(main, device, len(indexed_layers(layers)))
+    if kept:
+        pieces = tuple((place, name, tuple(tensor.shape[1:]), tensor.dtype) for place, name, tensor in kept)
+        return SequenceLayout(main_layout, SnapshotLayout(pieces, device), SNAPSHOT)
+    window = max([slid.window for slid in side_layers(layers)], default=0)
+    return SequenceLayout(main_layout, BlockLayout.of(side, device), window)
+
+
+def allocate(layers: Sequence[Any], layout: BlockLayout, batch: int, columns: int) -> None:
+    """Let fresh layers hold `columns` uninitialised columns of what a main piece holds."""
+    full, indexed = full_layers(layers), indexed_layers(layers)
+    pieces = iter(layout.pieces)
+    for layer in full:
+        layer.allocate(batch, columns, next(pieces), next(pieces), layout.device)
+    for layer in indexed:
+        layer.allocate_indexer(batch, columns, next(pieces), layout.device)
+
+
+def _main_tensors(layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    indexers = tuple(layer.indexer for layer in indexed_layers(layers) if layer.indexer is not None)
+    return _tensors(full_layers(layers)) + indexers
+
+
+def _tensors(layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor for layer in layers for tensor in (layer.keys, layer.values))
 
 
 def expected_layouts(model: PreTrainedModel, layers: Sequence[Any]) -> list[SequenceLayout]:
@@ -25,12 +102,11 @@ def expected_layouts(model: PreTrainedModel, layers: Sequence[Any]) -> list[Sequ
     dtype = model.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    is_side = [isinstance(layer, CapturingSlidingLayer) for layer in layers]
-    window = max([layer.window for layer in layers if isinstance(layer, CapturingSlidingLayer)], default=0)
+    window = max([layer.window for layer in side_layers(layers)], default=0)
     layouts = []
     for widths in _widths(compat.text_config(model.config)):
         both = tuple((heads, width, dtype) for heads, width in widths)
-        main, side = (BlockLayout(both * is_side.count(kind), device) for kind in (False, True))
+        main, side = (BlockLayout(both * len(kind), device) for kind in (full_layers(layers), side_layers(layers)))
         layouts.append(SequenceLayout(main, side, window))
     return layouts
 

@@ -8,8 +8,8 @@ from typing import Protocol
 class EvictionPolicy(Protocol):
     """Orders the keys of one tier. Called under the stack's lock."""
 
-    def touch(self, key: bytes) -> None:
-        """Note that `key` was stored or used. A chain is touched from its tail to its root."""
+    def touch(self, key: bytes, value: float = 0.0) -> None:
+        """Note that `key`, worth `value` a byte, was stored or used. A chain is touched from its tail to its root."""
 
     def chill(self, key: bytes) -> None:
         """Note that a known `key` is the least worth keeping."""
@@ -32,7 +32,7 @@ class LRU:
     def __init__(self) -> None:
         self._order: OrderedDict[bytes, None] = OrderedDict()
 
-    def touch(self, key: bytes) -> None:
+    def touch(self, key: bytes, value: float = 0.0) -> None:
         self._order[key] = None
         self._order.move_to_end(key)
 
@@ -44,3 +44,27 @@ class LRU:
 
     def victims(self) -> Iterator[bytes]:
         return iter(self._order)
+
+
+class GreedyDual:
+    """Least value first, where what was not used for long has lost some: each removal raises what a new touch is worth.
+
+    For snapshots, whose values differ widely: the only one of a long chat saves thousands of tokens, the one in the middle
+    of an answer few. Source: Cao and Irani, Cost-Aware WWW Proxy Caching Algorithms, 1997 (GreedyDual-Size).
+    """
+
+    def __init__(self) -> None:
+        self._worth: dict[bytes, float] = {}
+        self._floor = 0.0
+
+    def touch(self, key: bytes, value: float = 0.0) -> None:
+        self._worth[key] = self._floor + value
+
+    def chill(self, key: bytes) -> None:
+        self._worth[key] = self._floor
+
+    def remove(self, key: bytes) -> None:
+        self._floor = max(self._floor, self._worth.pop(key, 0.0)) if self._worth else 0.0
+
+    def victims(self) -> Iterator[bytes]:
+        return iter(sorted(self._worth, key=self._worth.__getitem__))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tiered_cache.format import TensorSpec
-from tiered_cache.keys import MAIN
+from tiered_cache.keys import MAIN, SIDE, SNAPSHOT
 from tiered_cache.tiers.base import Transfer
 
 TOKEN_NBYTES = 8
@@ -15,13 +15,19 @@ NOTHING = -(1 << 40)  # in memory that nobody wrote
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """How a piece of a `TokenPort` is laid out."""
+    """How a piece of a `TokenPort` is laid out. `state_tokens`: as how many tokens any snapshot is counted."""
+
+    state_tokens: int = 0
 
     def nbytes(self, kind: str, num_tokens: int) -> int:
-        return num_tokens * TOKEN_NBYTES
+        return (self.state_tokens if kind == SIDE and self.state_tokens else num_tokens) * TOKEN_NBYTES
 
     def tensors(self, kind: str, num_tokens: int) -> list[TensorSpec]:
-        return [TensorSpec("tokens", "I64", (num_tokens,), 0, num_tokens * TOKEN_NBYTES)]
+        nbytes = self.nbytes(kind, num_tokens)
+        return [TensorSpec("tokens", "I64", (nbytes // TOKEN_NBYTES,), 0, nbytes)]
+
+
+SNAPSHOT_LAYOUT = TokenLayout(state_tokens=20)
 
 
 class Complete:
@@ -40,29 +46,33 @@ class TokenPort:
         tokens: token ids `[T]`.
         window: of the layers that have one; 0 if none has.
         side_from: the first token whose side K/V the layers still hold.
+        ends: token counts after which there is a snapshot, where `window` is SNAPSHOT.
     """
 
-    layout = TokenLayout()
+    layout = TokenLayout()  # of a port with snapshots: SNAPSHOT_LAYOUT
     staging = "tokens"
 
-    def __init__(self, tokens: np.ndarray, window: int = 0, side_from: int = 0) -> None:
+    def __init__(self, tokens: np.ndarray, window: int = 0, side_from: int = 0, ends: Sequence[int] = ()) -> None:
         self.tokens = tokens.astype(np.int64)
         self.window = window
         self.side_from = side_from
+        self.ends = ends
+        if window == SNAPSHOT:
+            self.layout = SNAPSHOT_LAYOUT
         self.loaded = np.full(len(tokens), NOTHING, dtype=np.int64)
         self.loaded_side = self.loaded.copy()
 
-    def has_side(self, start: int) -> bool:
-        return start >= self.side_from
+    def has_side(self, start: int, stop: int) -> bool:
+        return stop in self.ends if self.window == SNAPSHOT else start >= self.side_from
 
     def nbytes(self, kind: str, num_tokens: int) -> int:
-        return num_tokens * TOKEN_NBYTES
+        return self.layout.nbytes(kind, num_tokens)
 
     def allocate(self, memory: str, nbytes: int) -> np.ndarray:
         return np.full(nbytes // TOKEN_NBYTES, NOTHING, dtype=np.int64)
 
     def save(self, kind: str, start: int, num_tokens: int, buffers: Sequence[np.ndarray]) -> Transfer:
-        assert kind == MAIN or start >= self.side_from
+        assert kind == MAIN or self.has_side(start, start + num_tokens)
         for buffer in buffers:
             buffer[:num_tokens] = self._sign(kind) * self.tokens[start : start + num_tokens]
         return Complete()
@@ -73,7 +83,8 @@ class TokenPort:
     def load(
         self, kind: str, start: int, num_tokens: int, buffer: np.ndarray, block_tokens: int, *, once: bool = False
     ) -> Transfer:
-        assert len(buffer) == block_tokens or (once and len(buffer) > block_tokens)
+        needed = self.layout.nbytes(kind, block_tokens) // TOKEN_NBYTES
+        assert len(buffer) == needed or (once and len(buffer) > needed)
         loaded = self.loaded if kind == MAIN else self.loaded_side
         loaded[start : start + num_tokens] = self._sign(kind) * buffer[:num_tokens]
         return Complete()

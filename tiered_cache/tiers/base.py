@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from tiered_cache.errors import ConfigError
 from tiered_cache.format import Layout
-from tiered_cache.policies.eviction import LRU, EvictionPolicy
+from tiered_cache.policies.eviction import LRU, EvictionPolicy, GreedyDual
 from tiered_cache.usage import format_bytes
 
 Buffer = Any  # a flat buffer that a device allocated; opaque here
@@ -32,6 +32,10 @@ class BlockPort(Protocol):
     """
 
     @property
+    def ends(self) -> Sequence[int]:
+        """Token counts after which it has a snapshot, where `window` is SNAPSHOT."""
+
+    @property
     def layout(self) -> Layout:
         """How a block's bytes are laid out. Blocks go only to a port of the layout they came from."""
 
@@ -41,10 +45,10 @@ class BlockPort(Protocol):
 
     @property
     def window(self) -> int:
-        """Tokens before the end of a hit whose side pieces it takes; 0: there are no side pieces."""
+        """Tokens before the end of a hit whose side pieces it takes, or SNAPSHOT; 0: there are no side pieces."""
 
-    def has_side(self, start: int) -> bool:
-        """Say whether the layers still hold the side piece's K/V from token `start` on."""
+    def has_side(self, start: int, stop: int) -> bool:
+        """Say whether the side piece of the block of tokens `start : stop` is there."""
 
     def nbytes(self, kind: str, num_tokens: int) -> int:
         """Return the size in bytes of a piece of `num_tokens` tokens."""
@@ -86,6 +90,8 @@ class MemoryTier:
         self.num_pieces = 0
         self.evicted_pieces = 0
         self.policy: EvictionPolicy = LRU()
+        self.snapshots: EvictionPolicy = GreedyDual()  # pieces that are snapshots are ordered by themselves
+        self.snapshot_bytes = 0
         self.is_taken = False  # by a stack
 
     def fits(self, nbytes: int) -> bool:

@@ -47,7 +47,7 @@ class Branch:
         identity: digest of the model.
         namespace: of the stack.
         layout: of the live model's blocks.
-        window: tokens before the end of a hit whose side pieces it takes; 0: there are none.
+        window: tokens before the end of a hit whose side pieces it takes, or SNAPSHOT; 0: there are none.
     """
 
     identity: bytes
@@ -127,6 +127,29 @@ class Finder:
                 found[-1] = other
         return found
 
+    def find_endings(
+        self, branch: Branch, parent: bytes, tokens: bytes, block_tokens: int
+    ) -> tuple[list[StoredBlock], list[tuple[int, StoredBlock]]]:
+        """Return the full blocks of a sequence, and all of its blocks that have a snapshot, each with its first token's place.
+
+        All are found by their names alone: the key of one that may serve follows from the prompt. Raises OSError.
+        """
+        full: list[StoredBlock] = []
+        endings: list[tuple[int, StoredBlock]] = []
+        step = block_tokens * TOKEN_NBYTES
+        for start in range(0, len(tokens), step):
+            chunk = tokens[start : start + step]
+            tails = self._whole_tails(branch, parent, chunk, block_tokens)
+            endings += [(start // TOKEN_NBYTES, tail) for tail in tails]
+            block = self._find_full(branch, parent, chunk) if len(chunk) == step else None
+            if block is None:
+                break
+            full.append(block)
+            if block.has_side:
+                endings.append((start // TOKEN_NBYTES, block))
+            parent = block.key
+        return full, endings
+
     def read(self, branch: Branch, block: StoredBlock, kind: str, target: memoryview) -> None:
         """Fill `target` with the verified payload of a block's piece.
 
@@ -168,7 +191,7 @@ class Finder:
         return StoredBlock(key, parent, tokens, len(tokens) // TOKEN_NBYTES, True)
 
     def _has_side(self, branch: Branch, shard: Shard, key: bytes, parent: bytes, tokens: bytes) -> bool:
-        return branch.window > 0 and self._is_there(shard, Name.of(key, parent, tokens, is_side=True))
+        return branch.window != 0 and self._is_there(shard, Name.of(key, parent, tokens, is_side=True))
 
     def _is_there(self, shard: Shard, name: Name) -> bool:
         if shard.find(name.key, name.is_side) is not None:
@@ -207,6 +230,20 @@ class Finder:
                 if best is None or (has_side, shared) > (best.has_side, best.num_tokens):
                     best = StoredBlock(key, parent, stored, shared, has_side)
         return best
+
+    def _whole_tails(self, branch: Branch, parent: bytes, tokens: bytes, block_tokens: int) -> list[StoredBlock]:
+        """Return the blocks that are not full, with which `tokens` begin, that have a snapshot; the shortest first."""
+        shard = branch.shard(self._listing, parent)
+        self._listing.refresh(shard)
+        tails = []
+        for entry in self._listing.children(shard, parent[:SHORT_KEY_NBYTES]):
+            if entry.num_tokens < block_tokens and entry.num_tokens * TOKEN_NBYTES <= len(tokens):
+                start = tokens[: entry.num_tokens * TOKEN_NBYTES]
+                if entry.head == head_of(parent, start) and entry.key == block_key(parent, start)[:SHORT_KEY_NBYTES]:
+                    key = block_key(parent, start)
+                    if self._has_side(branch, shard, key, parent, start):
+                        tails.append(StoredBlock(key, parent, start, entry.num_tokens, True))
+        return sorted(tails, key=lambda tail: tail.num_tokens)
 
     def _tokens_of(self, branch: Branch, shard: Shard, entry: Entry, parent: bytes) -> bytes:
         """Return the tokens of a piece from its header, or as they are remembered."""

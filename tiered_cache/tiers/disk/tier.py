@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from tiered_cache.errors import ConfigError
 from tiered_cache.format import ALIGNMENT, HEAD_TOKENS, SHORT_KEY_NBYTES, Header, Name, checksums, encode_header
-from tiered_cache.keys import MAIN, SIDE, TOKEN_NBYTES, block_key
+from tiered_cache.keys import MAIN, SIDE, SNAPSHOT, TOKEN_NBYTES, block_key
 from tiered_cache.tiers.base import parse_capacity
 from tiered_cache.tiers.disk import calls, collector, files, root
 from tiered_cache.tiers.disk.collector import Collector
@@ -110,6 +110,12 @@ class DiskTier:
         """Return the stored blocks that continue a sequence. See `Finder.extend`."""
         return self._finder.extend(branch, parent, tokens, block_tokens)
 
+    def find_endings(
+        self, branch: Branch, parent: bytes, tokens: bytes, block_tokens: int
+    ) -> tuple[list[StoredBlock], list[tuple[int, StoredBlock]]]:
+        """Return the full blocks of a sequence, and where snapshots are stored. See `Finder.find_endings`."""
+        return self._finder.find_endings(branch, parent, tokens, block_tokens)
+
     def find_side(self, branch: Branch, parent: bytes, tokens: bytes) -> StoredBlock | None:
         """Return a block if its side piece is stored."""
         return self._finder.find_side(branch, parent, tokens)
@@ -166,7 +172,7 @@ class DiskTier:
                 if is_outdated and kind == MAIN:
                     self._mark_end(shard, name.key, ttl_ms)
                 self._renewed = name.key if is_outdated and kind == MAIN else b""
-                if kind == (SIDE if branch.window else MAIN) and not ttl_ms:
+                if branch.window != SNAPSHOT and kind == (SIDE if branch.window else MAIN) and not ttl_ms:
                     self._drop_covered(branch, shard, parent, tokens)
         if stay.pin and kind == MAIN and self._pinned_bytes() + spec.file_nbytes <= self._collector.pinned_capacity_bytes:
             self._mark(shard, name.key, PIN)
@@ -188,7 +194,7 @@ class DiskTier:
                 folder = self._folder(branch, shard, about)
                 if not name.is_side and not is_outdated:  # before it is there; of one that is replaced, after
                     self._mark_end(shard, name.key, ttl_ms)
-                used_at = 0.0 if name.is_side else None  # side pieces go first until a hit uses them
+                used_at = 0.0 if name.is_side and branch.window > 0 else None  # such go first until a hit uses them
                 is_durable = self.durability == "crash"
                 return files.publish(folder, str(name), parts, durable=is_durable, used_at=used_at, replace=is_outdated)
             except FileNotFoundError:  # a folder was removed, being empty, before the file was in it

@@ -1,0 +1,302 @@
+"""Models that keep a state in place of tokens: a hit ends where a snapshot was taken. Each x every way a prompt meets one."""
+
+import pytest
+import torch
+import transformers
+
+from tests.hf.harness import assert_same, check, drop_pieces, forwarded, new_stack, run, settle
+from tests.hf.models import RECURRENT, fresh, prompt, tiny
+from tiered_cache import HostTier, MissReason, TieredCache, TierStack, warm
+from tiered_cache.hf import compat, selfcheck
+from tiered_cache.hf.prefill import BRANCH_TOKENS
+from tiered_cache.keys import SIDE
+
+LENGTH = 53  # three blocks of 16 and a tail
+SYSTEM = BRANCH_TOKENS + 8
+
+pytestmark = pytest.mark.skipif(not compat.KEEPS_STATES, reason="recurrent layers need transformers 5.17")
+
+
+def serves(name: str) -> bool:
+    """Say whether the installed transformers has the model, and hands it the cache in generate()."""
+    if not hasattr(transformers, f"{name}Config"):
+        return False
+    try:
+        return compat.uses_cache_by_default(tiny(name))
+    except ValueError:  # a config that this release does not take
+        return False
+
+
+@pytest.fixture(params=RECURRENT)
+def name(request: pytest.FixtureRequest) -> str:
+    if not serves(request.param):
+        pytest.skip(f"transformers {transformers.__version__} has no {request.param} that takes a cache")
+    return request.param
+
+
+@pytest.fixture
+def stack(name: str) -> TierStack:
+    """Hold the prompt and five generated tokens, of which the last was never fed; snapshots after 52 and 57 tokens."""
+    stack = new_stack()
+    out = check(tiny(name), prompt(LENGTH), stack, cached=0)
+    stack.turn = out.sequences  # type: ignore[attr-defined]
+    return stack
+
+
+def question(system: torch.Tensor, seed: int, length: int = 12) -> torch.Tensor:
+    """Return the system prompt with one of several questions, no two of which begin alike."""
+    ids = torch.cat([system, prompt(length, seed)], dim=1)
+    ids[0, system.shape[1]] = 3 + seed
+    return ids
+
+
+def test_warm(name: str, stack: TierStack) -> None:
+    check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1)
+
+
+def test_next_turn(name: str, stack: TierStack) -> None:
+    ids = torch.cat([stack.turn, prompt(9, seed=1)], dim=1)  # type: ignore[attr-defined]
+    check(tiny(name), ids, stack, cached=LENGTH + 4)
+
+
+def test_stripped_turn(name: str, stack: TierStack) -> None:
+    """The next turn keeps only part of the answer: it goes on from the prompt's own snapshot."""
+    turn = stack.turn  # type: ignore[attr-defined]
+    ids = torch.cat([turn[:, : LENGTH + 2], prompt(9, seed=3)], dim=1)
+    ids[0, LENGTH + 2] = 3 if turn[0, LENGTH + 2] != 3 else 4
+    check(tiny(name), ids, stack, cached=LENGTH - 1)
+
+
+def test_where_prompts_part(name: str) -> None:
+    """The second question shows where they part, and leaves a snapshot there for the third."""
+    stack, system = new_stack(), prompt(SYSTEM)
+    check(tiny(name), question(system, 1), stack, cached=0)
+    check(tiny(name), question(system, 2), stack, cached=0)
+    check(tiny(name), question(system, 3), stack, cached=SYSTEM)
+    check(tiny(name), question(system, 1), stack, cached=SYSTEM + 11)
+
+
+def test_warm_beforehand(name: str) -> None:
+    stack, system = new_stack(), prompt(SYSTEM)
+    settle(tiny(name))
+    assert warm(tiny(name), system, stack=stack).created_tokens == SYSTEM
+    check(tiny(name), question(system, 1), stack, cached=SYSTEM)
+    check(tiny(name), system, stack, cached=SYSTEM - 1)
+
+
+def test_shorter_prefix(name: str, stack: TierStack) -> None:
+    """It has no snapshot of its own; the first call leaves one."""
+    check(tiny(name), prompt(40), stack, cached=0)
+    cache = TieredCache(stack)
+    run(tiny(name), prompt(41), past_key_values=cache)
+    check(tiny(name), prompt(40), stack, cached=39)
+    check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1)
+
+
+def test_why_not_more(name: str, stack: TierStack) -> None:
+    cache = TieredCache(stack)
+    run(tiny(name), prompt(50), past_key_values=cache)
+    assert cache.usage.miss_reason is MissReason.NOT_STORED
+    assert "recurrent layers go on from snapshots only" in cache.explain()
+
+
+def test_beams(name: str, stack: TierStack) -> None:
+    check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1, num_beams=3, num_return_sequences=2)
+    check(tiny(name), prompt(LENGTH, seed=9), stack, cached=0, num_beams=3)
+    check(tiny(name), prompt(LENGTH, seed=9), stack, cached=LENGTH - 1, num_beams=3)
+
+
+def test_samples(name: str, stack: TierStack) -> None:
+    check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1, num_return_sequences=3, do_sample=True)
+
+
+def test_batch(name: str) -> None:
+    """A batch of different questions shows by itself where they part; another batch goes on from there."""
+    stack, system = new_stack(), prompt(SYSTEM)
+    check(tiny(name), torch.cat([question(system, 1), question(system, 2)]), stack, cached=0)
+    check(tiny(name), torch.cat([question(system, 3), question(system, 4)]), stack, cached=SYSTEM)
+    check(tiny(name), torch.cat([question(system, 3), question(system, 1)]), stack, cached=SYSTEM + 11)
+    check(tiny(name), question(system, 2), stack, cached=SYSTEM + 11)
+
+
+def test_left_padded_batch(name: str) -> None:
+    stack = new_stack()
+    ids = prompt(LENGTH, rows=2)
+    ids[0, :5] = 0
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    check(tiny(name), ids, stack, cached=0, attention_mask=mask)
+    check(tiny(name), ids, stack, cached=LENGTH - 1, attention_mask=mask)
+    check(tiny(name), ids[:1, 5:], stack, cached=LENGTH - 6)  # each row is what it is alone
+    check(tiny(name), ids[1:], stack, cached=LENGTH - 1)
+
+
+def test_rows_that_end_early(name: str) -> None:
+    """A row that ended goes on being fed padding: its state is not that of its tokens."""
+    stack = new_stack()
+    for seed in range(20):
+        ids = prompt(LENGTH, seed, rows=2)
+        free = run(tiny(name), ids, new_tokens=6).sequences
+        eos = int(free[0, LENGTH + 1])
+        if eos not in free[1, LENGTH:] and eos != free[0, LENGTH]:  # one ends early, the other does not
+            break
+    run(tiny(name), ids, new_tokens=6, eos_token_id=eos, past_key_values=TieredCache(stack))
+    turn = torch.cat([free[:1, : LENGTH + 2], prompt(9, seed=1)], dim=1)
+    check(tiny(name), turn, stack, cached=LENGTH - 1)
+
+
+def test_kept_cache(name: str, stack: TierStack) -> None:
+    cache = TieredCache(stack)
+    out = check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1, cache=cache)
+    ids = torch.cat([out.sequences, prompt(7, seed=6)], dim=1)
+    check(tiny(name), ids, stack, cached=LENGTH + 4, cache=cache)
+    assert cache.usage.cached_by_tier == {"resident": LENGTH + 4}
+    check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1, cache=cache)
+    assert cache.usage.cached_by_tier == {"host": LENGTH - 1}
+
+
+@pytest.mark.parametrize("chunk", [7, 16])
+def test_chunked_prefill(name: str, stack: TierStack, chunk: int) -> None:
+    if name == "Mamba2":
+        pytest.skip("transformers itself has no chunked prefill without attention layers")
+    ids = torch.cat([prompt(LENGTH), prompt(20, seed=8)], dim=1)
+    cold = run(tiny(name), ids)
+    for _ in range(2):
+        cache = TieredCache(stack)
+        assert_same(run(tiny(name), ids, past_key_values=cache, prefill_chunk_size=chunk), cold, 2e-2)
+    assert (cache.usage.cached_tokens == ids.shape[1] - 1) is compat.CHUNKED_PREFILL_CONTINUES
+
+
+def test_after_eviction(name: str, stack: TierStack) -> None:
+    """Of all snapshots, then of all K/V from a token on: what is computed again is there again."""
+    drop_pieces(stack, SIDE, lambda start: False)
+    check(tiny(name), prompt(LENGTH), stack, cached=0)
+    check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1)
+    drop_pieces(stack, "main", lambda start: start < 16)
+    check(tiny(name), prompt(LENGTH), stack, cached=0)
+
+
+def test_other_weights_miss(name: str, stack: TierStack) -> None:
+    check(tiny(name, seed=1), prompt(LENGTH), stack, cached=0)
+    check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1)
+
+
+def test_a_small_tier(name: str, stack: TierStack) -> None:
+    """With room for a prompt and a half, every answer is right and the budget holds."""
+    small = new_stack(int(stack.tiers[0].used_bytes * 0.8))
+    for seed in (0, 1, 0, 2, 0):
+        cold = run(tiny(name), prompt(LENGTH, seed))
+        assert_same(run(tiny(name), prompt(LENGTH, seed), past_key_values=TieredCache(small)), cold, 2e-2)
+        assert small.tiers[0].used_bytes <= small.tiers[0].capacity_bytes
+
+
+def test_own_loop(name: str) -> None:
+    stack, ids = new_stack(), prompt(LENGTH)
+    model = tiny(name)
+    with torch.no_grad():
+        whole = model(ids).logits[:, -1]
+        for expected in (0, 20):
+            cache = TieredCache(stack)
+            start = cache.restore(model, ids)
+            if cache.usage.miss_reason is MissReason.UNSUPPORTED_LAYERS:
+                pytest.skip(cache.explain())
+            assert start == expected
+            options = {compat.CACHE_ARGUMENT: cache, "use_cache": True}
+            if not start:
+                model(ids[:, :20], **options)
+                cache.commit(ids[:, :20])
+            logits = model(ids[:, max(start, 20) :], **options).logits[:, -1]
+            cache.commit(ids)
+            torch.testing.assert_close(logits, whole, rtol=0, atol=2e-3)
+    longer = torch.cat([ids, prompt(5, seed=2)], dim=1)
+    assert TieredCache(stack).restore(model, longer) == LENGTH
+
+
+def test_an_exception_on_the_way(name: str) -> None:
+    """What was complete of the prompt stays of use."""
+    stack = new_stack()
+
+    class Stop(transformers.LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] == LENGTH + 2:
+                raise KeyboardInterrupt
+            return scores
+
+    cache = TieredCache(stack)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny(name), prompt(LENGTH), past_key_values=cache, logits_processor=[Stop()])
+    check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1)
+    check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1, cache=cache)
+
+
+@pytest.mark.parametrize("name", ["Mamba2", "Lfm2", "Qwen3Next", "FalconH1", "Zaya"], indirect=True)
+def test_a_wrong_state_shows(name: str, stack: TierStack) -> None:
+    """The negative control: with the states of another prompt, logits are not the same."""
+    model = tiny(name)
+    run(model, prompt(LENGTH, seed=5), past_key_values=TieredCache(stack))
+    tier = stack.tiers[0]
+    sides = [piece for piece in stack._inventory.pieces.values() if piece.kind == SIDE and piece.block.num_tokens == 4]
+    assert len(sides) == 2  # after 52 tokens of each
+    sides[0].copies[tier.name], sides[1].copies[tier.name] = sides[1].copies[tier.name], sides[0].copies[tier.name]
+    with pytest.raises(AssertionError):
+        check(model, prompt(LENGTH), stack, cached=LENGTH - 1)
+
+
+# --- the trial ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Jamba", "Mamba", "FalconMamba"])
+def test_models_that_do_not_continue(name: str) -> None:
+    """They are wrong in transformers itself: found by trying, refused by name, and right as with a cache of its own."""
+    if not serves(name):
+        pytest.skip("it takes no cache of ours there")
+    stack = new_stack()
+    for _ in range(2):
+        cache = TieredCache(stack)
+        assert_same(run(tiny(name), prompt(20), past_key_values=cache), run(tiny(name), prompt(20)))
+        assert cache.usage.miss_reason is MissReason.UNSUPPORTED_LAYERS
+        assert "when it goes on from a prefix" in cache.explain()
+    assert not stack._index.blocks
+
+
+def test_without_the_trial_they_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    stack, model = new_stack(), tiny("Jamba")
+    monkeypatch.setattr(selfcheck, "verdict", lambda *args: selfcheck.Verdict(None, serves_pads=True))
+    run(model, prompt(20), past_key_values=TieredCache(stack))
+    ids = torch.cat([prompt(20), prompt(9, seed=1)], dim=1)
+    with pytest.raises(AssertionError):
+        check(model, ids, stack, cached=19)
+
+
+def test_a_trial_takes_place_once() -> None:
+    model = fresh("Lfm2", seed=77)
+    with forwarded(model) as columns:
+        TieredCache(new_stack()).bind(model)
+        tried = len(columns)
+        assert tried
+        TieredCache(new_stack()).bind(model)
+        assert len(columns) == tried
+
+
+def test_no_trial_of_attention() -> None:
+    with forwarded(tiny("Llama")) as columns:
+        TieredCache(new_stack()).bind(tiny("Llama"))
+    assert not columns
+
+
+def test_a_trial_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh("Lfm2", seed=78)
+    monkeypatch.setattr(selfcheck, "_logits", lambda *args: 1 / 0)
+    cache = TieredCache(TierStack(HostTier("1MB")))
+    assert_same(run(model, prompt(20), past_key_values=cache), run(model, prompt(20)))
+    assert "fails when it goes on from a prefix (ZeroDivisionError" in cache.explain()
+
+
+def test_the_callers_random_numbers_stay() -> None:
+    model = fresh("Lfm2", seed=79)
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    TieredCache(new_stack()).bind(model)
+    assert torch.equal(torch.rand(3), expected)
