@@ -30,18 +30,15 @@ class BlockLayout:
     Attributes:
         pieces: (H, D, dtype) of K and V of each layer in turn; heads, width and dtype of K and V may differ.
         device: where all of them are.
-        num_indexers: how many of the last pieces are not K or V, but the keys by which a layer picks what it attends to.
     """
 
     pieces: tuple[tuple[int, int, torch.dtype], ...]
     device: torch.device
-    num_indexers: int = 0
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], device: torch.device, num_indexers: int = 0) -> Self:
-        """Return the layout of live K and V `[B, H, T, D]` in turn, then of indexers' keys, all on `device`."""
-        pieces = tuple((tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in tensors)
-        return cls(pieces, device, num_indexers)
+    def of(cls, tensors: Sequence[torch.Tensor], device: torch.device) -> Self:
+        """Return the layout of live K and V `[B, H, T, D]` in turn, all on `device`."""
+        return cls(tuple((tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in tensors), device)
 
     def nbytes(self, num_tokens: int) -> int:
         """Return the size in bytes of a block of `num_tokens` tokens."""
@@ -57,8 +54,7 @@ class BlockLayout:
         start = 0
         for place, (heads, width, dtype) in enumerate(self.pieces):
             stop = start + heads * num_tokens * width * dtype.itemsize
-            indexer = place - (len(self.pieces) - self.num_indexers)
-            name = f"{place // 2}.{'values' if place % 2 else 'keys'}" if indexer < 0 else f"{indexer}.indexer"
+            name = f"{place // 2}.{'values' if place % 2 else 'keys'}"
             known = dtype in _DTYPES
             shape = (heads, num_tokens, width) if known else (stop - start,)
             specs.append(TensorSpec(name, _DTYPES[dtype] if known else "U8", shape, start, stop))

@@ -14,8 +14,7 @@ from tests.hf.models import FULL_ATTENTION, SLIDING, fresh, prompt, tiny
 from tests.hf.test_identity import length_dependent
 from tiered_cache import DiskTier, HostTier, MissReason, TieredCache, TierStack, archive
 from tiered_cache.hf import compat
-from tiered_cache.hf.binding import _layout
-from tiered_cache.hf.shapes import expected_layouts
+from tiered_cache.hf.shapes import expected_layouts, layout_of
 from tiered_cache.keys import MAIN, SIDE
 
 LENGTH = 53  # three blocks of 16 and a tail; with what is generated, 57 tokens
@@ -143,7 +142,7 @@ def test_every_architecture(name: str, disk: Disk) -> None:
     model, stack = tiny(name), disk.open()
     cache = TieredCache(stack)
     turn = check(model, prompt(LENGTH), stack, 0, cache=cache, created=57).sequences
-    assert _layout(cache.layers) in expected_layouts(model, cache.fresh_layers())
+    assert layout_of(cache.layers) in expected_layouts(model, cache.fresh_layers())
     check(model, prompt(LENGTH), disk.restart(), 48, created=9)  # of the tail of 9 tokens, only 5 are asked for
     check(model, torch.cat([turn, prompt(9, seed=1)], dim=1), disk.restart(), 57, created=14)
     check(model, parted(40), disk.restart(), 32, created=16 + 8)
@@ -178,7 +177,7 @@ def test_more_architectures(name: str, disk: Disk) -> None:
     model, stack = fresh(name, **OTHERS[name]), disk.open()
     cache = TieredCache(stack)
     check(model, prompt(LENGTH), stack, 0, cache=cache)
-    assert _layout(cache.layers) in expected_layouts(model, cache.fresh_layers())
+    assert layout_of(cache.layers) in expected_layouts(model, cache.fresh_layers())
     check(model, prompt(LENGTH), disk.restart(), 48)
 
 

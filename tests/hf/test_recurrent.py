@@ -1,15 +1,28 @@
 """Models that keep a state in place of tokens: a hit ends where a snapshot was taken. Each x every way a prompt meets one."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import transformers
 
-from tests.hf.harness import assert_same, check, drop_pieces, forwarded, new_stack, run, settle
+from tests.hf.harness import (
+    RECURRENT_TOLERANCE,
+    ROUGH,
+    assert_same,
+    check,
+    drop_pieces,
+    forwarded,
+    new_stack,
+    run,
+    settle,
+)
 from tests.hf.models import RECURRENT, fresh, prompt, tiny
-from tiered_cache import HostTier, MissReason, TieredCache, TierStack, warm
+from tiered_cache import DiskTier, HostTier, MissReason, TieredCache, TierStack, warm
 from tiered_cache.hf import compat, selfcheck
 from tiered_cache.hf.prefill import BRANCH_TOKENS
-from tiered_cache.keys import SIDE
+from tiered_cache.keys import MAIN, SIDE
 
 LENGTH = 53  # three blocks of 16 and a tail
 SYSTEM = BRANCH_TOKENS + 8
@@ -240,6 +253,58 @@ def test_a_wrong_state_shows(name: str, stack: TierStack) -> None:
     sides[0].copies[tier.name], sides[1].copies[tier.name] = sides[1].copies[tier.name], sides[0].copies[tier.name]
     with pytest.raises(AssertionError):
         check(model, prompt(LENGTH), stack, cached=LENGTH - 1)
+
+
+# --- the disk -----------------------------------------------------------------------------------------------------------
+
+
+def on_disk(path: Path) -> TierStack:
+    return TierStack(HostTier("64MB"), DiskTier(path, "1GB", min_free=0), block_tokens=16)
+
+
+def reuse(name: str, ids: torch.Tensor, path: Path, cached: int, **options: Any) -> None:
+    """Assert that a stack that knows nothing but what is on disk serves `cached` columns, and the answer is as cold."""
+    with on_disk(path) as stack:
+        for tier in ("disk", "host"):
+            cache = TieredCache(stack)
+            out = run(tiny(name), ids, past_key_values=cache, **options)
+            assert_same(out, run(tiny(name), ids, **options), ROUGH.get(tiny(name).config.model_type, RECURRENT_TOLERANCE))
+            assert cache.usage.cached_by_tier == ({tier: cached * len(ids)} if cached else {}), cache.explain()
+            if tier == "disk" and cached != ids.shape[1] - 1:
+                break  # a snapshot further on was taken
+        assert stack.flush(30)
+
+
+def test_after_a_restart(name: str, tmp_path: Path) -> None:
+    with on_disk(tmp_path) as stack:
+        turn = run(tiny(name), prompt(LENGTH), past_key_values=TieredCache(stack)).sequences
+        assert stack.flush(30)
+    reuse(name, prompt(LENGTH), tmp_path, LENGTH - 1)
+    reuse(name, prompt(LENGTH), tmp_path, LENGTH - 1, num_beams=2)
+    reuse(name, torch.cat([turn, prompt(9, seed=1)], dim=1), tmp_path, LENGTH + 4)
+    reuse(name, prompt(LENGTH).repeat(2, 1), tmp_path, LENGTH - 1)
+    reuse(name, prompt(30), tmp_path, 0)
+
+
+@pytest.mark.parametrize("kind", [MAIN, SIDE])
+@pytest.mark.parametrize("name", ["Mamba2", "Qwen3Next", "Zaya"], indirect=True)
+def test_a_damaged_file(name: str, kind: str, tmp_path: Path) -> None:
+    """The hit ends at the snapshot before, and what is computed again is there again."""
+    system = prompt(SYSTEM)
+    with on_disk(tmp_path) as stack:
+        settle(tiny(name))
+        warm(tiny(name), system, stack=stack)
+        run(tiny(name), question(system, 1), past_key_values=TieredCache(stack))
+    (tail,) = [
+        file
+        for file in tmp_path.rglob("*.kv")
+        if f"-{(SYSTEM + 11) % 16}-" in file.name and (SIDE in file.name) == (kind == SIDE)
+    ]
+    content = bytearray(tail.read_bytes())
+    content[-1 if len(content) % 4096 else 100] ^= 1
+    tail.write_bytes(content)
+    reuse(name, question(system, 1), tmp_path, SYSTEM)
+    reuse(name, question(system, 1), tmp_path, SYSTEM + 11)
 
 
 # --- the trial ----------------------------------------------------------------------------------------------------------

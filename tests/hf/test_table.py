@@ -4,15 +4,17 @@ import pytest
 import torch
 
 from tests.hf.harness import assert_same, block_nbytes, check, drop_pieces, new_stack, run
-from tests.hf.models import FULL_ATTENTION, SLIDING, prompt, tiny
+from tests.hf.models import FULL_ATTENTION, SHARING, SLIDING, prompt, tiny
 from tiered_cache import TieredCache, TierStack
 from tiered_cache.hf import compat
 
 LENGTH = 53  # three blocks of 16 and a tail
 
 
-@pytest.fixture(params=FULL_ATTENTION + SLIDING)
+@pytest.fixture(params=FULL_ATTENTION + SLIDING + SHARING)
 def name(request: pytest.FixtureRequest) -> str:
+    if request.param in SHARING and not compat.KEEPS_STATES:
+        pytest.skip("transformers has it otherwise before 5.17")
     return request.param
 
 
@@ -111,7 +113,7 @@ def test_shorter_prefix(name: str, stack: TierStack, length: int) -> None:
 def test_after_eviction(name: str, stack: TierStack, kind: str, kept: int) -> None:
     """Of all blocks, or their side pieces, from a token on. Then what was computed again is there again."""
     drop_pieces(stack, kind, lambda start: start < kept)
-    expected = kept if kind == "main" or name in SLIDING else LENGTH - 1
+    expected = kept if kind == "main" or name in SLIDING + SHARING else LENGTH - 1
     check(tiny(name), prompt(LENGTH), stack, cached=expected)
     check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1)
 

@@ -24,10 +24,10 @@ from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, Statefu
 from tiered_cache.hf.shapes import (
     allocate,
     expected_layouts,
-    indexed_layers,
     is_stateful,
     layout_of,
     lengths,
+    put_states,
     side_layers,
     states,
     strips_of,
@@ -91,7 +91,7 @@ class Binding:
 
     def _try_out(self, model: PreTrainedModel, digest: bytes) -> None:
         """Refuse a model that does not go on from a prefix as it should, where that is not what it does at every step."""
-        if is_stateful(self.layers) or indexed_layers(self.layers):
+        if is_stateful(self.layers):
             self._verdict = selfcheck.verdict(model, digest, self._by_hand)
             if self._verdict.why is not None:
                 self.refusal = Refusal(MissReason.UNSUPPORTED_LAYERS, self._verdict.why)
@@ -222,7 +222,7 @@ class Binding:
         if not is_complete and (window or reached <= min(prompt.pads)):
             return Loaded(0, {}, left)
         if isinstance(layout.side, SnapshotLayout):
-            self._put_states(layers, layout.side, kept, columns)
+            put_states(layers, [(place, name) for place, name, _, _ in layout.side.pieces], kept, columns)
             if any("disk" in by_tier for by_tier in served_by_row):  # to be kept in memory from now on
                 self.snapshots[columns] = kept
         for slid in side_layers(layers):
@@ -326,15 +326,6 @@ class Binding:
         if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
             return Refusal(MissReason.UNSUPPORTED_LAYERS, "the model is spread over several devices")
         return None
-
-    @staticmethod
-    def _put_states(layers: Sequence[Any], layout: SnapshotLayout, kept: Sequence[torch.Tensor], columns: int) -> None:
-        """Let fresh layers go on from states after `columns` columns."""
-        by_layer: dict[int, dict[str, torch.Tensor]] = {}
-        for (place, name, _, _), tensor in zip(layout.pieces, kept, strict=True):
-            by_layer.setdefault(place, {})[name] = tensor
-        for place, state in by_layer.items():
-            layers[place].put_state(state, columns)
 
 
 def _read_by_several(matches: Sequence[Match]) -> SharedReads:

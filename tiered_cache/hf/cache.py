@@ -21,7 +21,7 @@ from tiered_cache.hf import compat
 from tiered_cache.hf.binding import Binding
 from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.explain import Refusal, describe
-from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
+from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, begin_forward
 from tiered_cache.hf.prefill import split_points
 from tiered_cache.hf.resident import Resident
 from tiered_cache.hf.shapes import lengths
@@ -275,9 +275,7 @@ class TieredCache(DynamicCache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return one layer's convolution. Mirrors Cache.get_conv_state, which a forward calls once before it updates."""
-        layer = self.layers[layer_idx]
-        if state_idx == 0 and hasattr(layer, "begin_forward"):
-            layer.begin_forward()
+        begin_forward(self.layers[layer_idx], state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
     def _note_forward(self, layer_idx: int) -> None:

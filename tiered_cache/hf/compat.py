@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from tiered_cache import progress
 from tiered_cache.errors import UnsupportedModelError
-from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, IndexedLayer
+from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
 
 VERSION = Version(transformers.__version__)
 
@@ -25,9 +25,8 @@ KEEPS_STATES = Version("5.17") <= VERSION
 if KEEPS_STATES:
     from tiered_cache.hf import states
 
-# Of a layer that keeps nothing, or shares what another one keeps; and of one with keys to pick by.
+# Of a layer that keeps nothing, or shares what another one keeps.
 EMPTY_LAYERS: tuple[Any, ...] = tuple(vars(cache_utils)[name] for name in ("DummyLayer",) if hasattr(cache_utils, name))
-_INDEXED_LAYER = getattr(cache_utils, "DynamicIndexedLayer", None)
 
 # generate() and forward() call their cache argument `past_key_values` up to some release, `cache` from then on.
 CACHE_ARGUMENT = (
@@ -39,7 +38,9 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")  # what our hooks accept everywhe
 CHUNKED_PREFILL_CONTINUES = Version("5.24") <= VERSION
 
 # Model code that is itself wrong, or fails, when it continues from a prefix (seen at some of the supported releases).
-NOT_CONTINUING = frozenset({"big_bird", "megatron-bert", "prophetnet", "rembert", "roformer", "xlm", "xlm-prophetnet"})
+NOT_CONTINUING = frozenset(
+    {"big_bird", "deepseek_v32", "glm_moe_dsa", "megatron-bert", "prophetnet", "rembert", "roformer", "xlm", "xlm-prophetnet"}
+)
 # Models that count positions from the attention mask by themselves, or have none. Others get them from generate(), if at all.
 POSITIONS_FROM_MASK = frozenset({"bloom", "falcon_mamba", "mamba", "mamba2", "opt"})
 
@@ -89,7 +90,6 @@ def cache_layers(config: PreTrainedConfig, max_captured_nbytes: int) -> list[Any
     share = max_captured_nbytes // max(sum(sliding), 1)
     return [
         GrowableLayer() if type(layer) is DynamicLayer
-        else IndexedLayer() if type(layer) is _INDEXED_LAYER
         else CapturingSlidingLayer(layer.sliding_window, share) if slides
         else layer
         for layer, slides in zip(layers, sliding, strict=True)
@@ -114,6 +114,13 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def slices_prompts(cache: DynamicCache) -> bool:
     """Say whether generate() feeds only what a cache does not hold: not where that holds states alone."""
     return not all(getattr(cache, "is_linear", [False]))
+
+
+def layer_configs(config: PreTrainedConfig, num_layers: int) -> list[PreTrainedConfig]:
+    """Return the config of each layer of the decoder that the cache serves; they may differ in heads and widths."""
+    config = text_config(config)
+    configs = list(getattr(config, "per_layer_config", None) or ())
+    return [configs[place] if place < len(configs) else config for place in range(num_layers)]
 
 
 def mask_columns(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int | None:

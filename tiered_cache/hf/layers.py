@@ -4,7 +4,7 @@ Owns the memory of one layer of a running sequence. Refuses to own which tokens 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -158,68 +158,6 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys, self.values = self._growing_keys.show(length), self._growing_values.show(length)
 
 
-class IndexedLayer(GrowableLayer):  # type: ignore[no-untyped-call]
-    """Full attention that picks what it attends to by keys of its own, as DynamicIndexedLayer."""
-
-    _indexer: torch.Tensor | None
-    _growing_indexer: GrowingTensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.indexer_position_ids: torch.Tensor | None = None  # as DynamicIndexedLayer; models that set them are refused
-        self._forget_indexer()
-
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Append keys `[B, t, D]`; return all. Mirrors DynamicIndexedLayer.update_indexer."""
-        new = indexer_key_states[:, None]
-        if torch.is_grad_enabled() and self._indexer is not None:
-            self._indexer = torch.cat([self._indexer, new], dim=2)
-        else:
-            self._indexer = self._growing_indexer.append(new[:, :, :0] if self._indexer is None else self._indexer, new)
-        return self._indexer[:, 0]
-
-    @property
-    def indexer(self) -> torch.Tensor | None:
-        """The indexer's keys `[B, 1, T, D]`."""
-        return self._indexer
-
-    def allocate_indexer(self, batch: int, num_tokens: int, keys: tuple[int, int, torch.dtype], device: torch.device) -> None:
-        """Hold `num_tokens` uninitialised keys, given as (1, D, dtype), to be filled."""
-        self._indexer = self._growing_indexer.allocate((batch, keys[0], num_tokens, keys[1]), keys[2], device)
-
-    def truncate(self, num_tokens: int) -> None:
-        super().truncate(num_tokens)
-        self._change(lambda keys: keys[:, :, :num_tokens])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        self._change(lambda keys: keys[:, :, : self.get_seq_length()])
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._change(lambda keys: keys.index_select(0, beam_idx.to(keys.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._change(lambda keys: keys.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._change(lambda keys: keys[indices])
-
-    def reset(self) -> None:
-        super().reset()
-        self._forget_indexer()
-
-    def _forget_indexer(self) -> None:
-        self._growing_indexer = GrowingTensor()
-        self._indexer = None
-
-    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self._indexer is not None:
-            self._indexer = change(self._indexer)
-
-
 class StatefulLayer(ABC):
     """A layer of which a hit takes a snapshot: it keeps less of a sequence than its tokens.
 
@@ -236,6 +174,12 @@ class StatefulLayer(ABC):
     @abstractmethod
     def put_state(self, state: Mapping[str, torch.Tensor], num_tokens: int) -> None:
         """Let a fresh layer go on from a state after `num_tokens` tokens. Copies it."""
+
+
+def begin_forward(layer: Any, state_idx: int) -> None:
+    """Count a forward of a recurrent layer, when it asks for its state."""
+    if state_idx == 0 and hasattr(layer, "num_tokens"):
+        layer.num_tokens += 1
 
 
 class CapturingSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]

@@ -5,8 +5,10 @@ keep nothing but K/V of tokens need none: their continuation is what generate() 
 """
 
 import inspect
+import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,9 @@ from transformers.cache_utils import DynamicCache
 
 from tiered_cache.blocks import SequenceLayout
 from tiered_cache.hf import compat
-from tiered_cache.hf.shapes import layout_of
+from tiered_cache.hf.layers import begin_forward
+from tiered_cache.hf.shapes import allocate, layout_of, lengths, put_states, side_layers, states, strips_of
+from tiered_cache.keys import MAIN
 
 _TOKENS = 19
 _SPLITS = (6, 18)  # a few tokens at once, and one
@@ -81,6 +85,26 @@ def _try(model: PreTrainedModel, by_hand: bool) -> Verdict:
     return Verdict(None, padded <= tolerance, layout)
 
 
+def transplanted(model: PreTrainedModel, layers: Sequence[Any]) -> list[Any]:
+    """Return fresh layers of `model` that hold what a store would bring back of `layers`, and nothing else."""
+    fresh, layout = compat.cache_layers(model.config, sys.maxsize), layout_of(layers)
+    strips = strips_of(layers)
+    (columns,) = lengths(layers)
+    batch = next(iter(strips[MAIN].tensors or [tensor for _, _, tensor in states(layers)])).shape[0]
+    allocate(fresh, layout.main, batch, columns)
+    for slid, old in zip(side_layers(fresh), side_layers(layers), strict=True):
+        assert old.captured is not None
+        keys, values = ((tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in old.captured)
+        slid.allocate(batch, columns, old.captured_from, keys, values, layout.main.device)
+    for kind, strip in strips_of(fresh).items():
+        for new, there in zip(strip.tensors, strips[kind].tensors, strict=True):
+            new.copy_(there)
+    for slid in side_layers(fresh):
+        slid.settle()
+    put_states(fresh, [(place, name) for place, name, _ in states(layers)], [tensor for *_, tensor in states(layers)], columns)
+    return fresh
+
+
 def _error(model: PreTrainedModel, pads: int, by_hand: bool) -> tuple[float, SequenceLayout]:
     """Return how far logits are off that come of a split prompt, as a part of the largest, and the layout of what it left."""
     high = min(compat.text_config(model.config).vocab_size, 1 << 15)
@@ -96,16 +120,26 @@ def _error(model: PreTrainedModel, pads: int, by_hand: bool) -> tuple[float, Seq
     return worst, layout_of(cache.layers)
 
 
+class _TrialCache(DynamicCache):
+    """A plain cache that counts what recurrent layers are fed, as TieredCache does."""
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        begin_forward(self.layers[layer_idx], state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+
 def _logits(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, splits: list[int], by_hand: bool
 ) -> tuple[torch.Tensor, DynamicCache]:
-    """Return the logits `[B, T, V]` of `ids` `[B, T]` fed in parts, and the cache after that."""
-    cache = DynamicCache()
-    cache.layers = compat.cache_layers(model.config, 0)
+    """Return the logits `[B, T, V]` of `ids` `[B, T]` fed in parts, as if stored in between, and the cache after that."""
+    cache = _TrialCache()
+    cache.layers = compat.cache_layers(model.config, sys.maxsize)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters and not by_hand
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     logits = []
     for start, stop in zip([0, *splits], [*splits, ids.shape[1]], strict=True):
+        if start:
+            cache.layers = transplanted(model, cache.layers)
         options: dict[str, Any] = {compat.CACHE_ARGUMENT: cache, "use_cache": True}
         if not by_hand:
             options["attention_mask"] = mask[:, :stop]

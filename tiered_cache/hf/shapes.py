@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tiered_cache.blocks import BlockLayout, SequenceLayout, SnapshotLayout, Strip
 from tiered_cache.hf import compat
-from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, IndexedLayer, StatefulLayer
+from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, StatefulLayer
 from tiered_cache.keys import MAIN, SIDE, SNAPSHOT
 
 Widths = tuple[tuple[int, int], tuple[int, int]]  # (heads, width) of K and of V
@@ -28,11 +28,6 @@ def full_layers(layers: Sequence[Any]) -> list[GrowableLayer]:
 def side_layers(layers: Sequence[Any]) -> list[CapturingSlidingLayer]:
     """Return those of the layers that attend to a window."""
     return [layer for layer in layers if isinstance(layer, CapturingSlidingLayer)]
-
-
-def indexed_layers(layers: Sequence[Any]) -> list[IndexedLayer]:
-    """Return those of the layers that have keys to pick by."""
-    return [layer for layer in layers if isinstance(layer, IndexedLayer)]
 
 
 def is_stateful(layers: Sequence[Any]) -> bool:
@@ -53,9 +48,18 @@ def states(layers: Sequence[Any]) -> Iterator[tuple[int, str, torch.Tensor]]:
             yield from ((place, name, tensor) for name, tensor in layer.state().items())
 
 
+def put_states(layers: Sequence[Any], names: Sequence[tuple[int, str]], tensors: Sequence[torch.Tensor], columns: int) -> None:
+    """Let fresh layers go on from states after `columns` columns: tensors `[B, ...]` of each (layer, name)."""
+    by_layer: dict[int, dict[str, torch.Tensor]] = {}
+    for (place, name), tensor in zip(names, tensors, strict=True):
+        by_layer.setdefault(place, {})[name] = tensor
+    for place, state in by_layer.items():
+        layers[place].put_state(state, columns)
+
+
 def strips_of(layers: Sequence[Any]) -> dict[str, Strip]:
     """Return the K/V of all layers as the strips that pieces are read from and written to."""
-    main = _main_tensors(layers)
+    main = _tensors(full_layers(layers))
     side = side_layers(layers)
     if not side or any(slid.captured is None for slid in side):
         return {MAIN: Strip(main), SIDE: Strip((), origin=sys.maxsize)}
@@ -66,10 +70,10 @@ def strips_of(layers: Sequence[Any]) -> dict[str, Strip]:
 
 def layout_of(layers: Sequence[Any]) -> SequenceLayout:
     """Return the layout of live layers."""
-    main, side = _main_tensors(layers), _tensors(side_layers(layers))
+    main, side = _tensors(full_layers(layers)), _tensors(side_layers(layers))
     kept = list(states(layers))
     device = [*main, *side, *(tensor for _, _, tensor in kept)][0].device
-    main_layout = BlockLayout.of(main, device, len(indexed_layers(layers)))
+    main_layout = BlockLayout.of(main, device)
     if kept:
         pieces = tuple((place, name, tuple(tensor.shape[1:]), tensor.dtype) for place, name, tensor in kept)
         return SequenceLayout(main_layout, SnapshotLayout(pieces, device), SNAPSHOT)
@@ -79,17 +83,9 @@ def layout_of(layers: Sequence[Any]) -> SequenceLayout:
 
 def allocate(layers: Sequence[Any], layout: BlockLayout, batch: int, columns: int) -> None:
     """Let fresh layers hold `columns` uninitialised columns of what a main piece holds."""
-    full, indexed = full_layers(layers), indexed_layers(layers)
     pieces = iter(layout.pieces)
-    for layer in full:
+    for layer in full_layers(layers):
         layer.allocate(batch, columns, next(pieces), next(pieces), layout.device)
-    for layer in indexed:
-        layer.allocate_indexer(batch, columns, next(pieces), layout.device)
-
-
-def _main_tensors(layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    indexers = tuple(layer.indexer for layer in indexed_layers(layers) if layer.indexer is not None)
-    return _tensors(full_layers(layers)) + indexers
 
 
 def _tensors(layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
@@ -104,9 +100,12 @@ def expected_layouts(model: PreTrainedModel, layers: Sequence[Any]) -> list[Sequ
         dtype = torch.get_autocast_dtype(device.type)
     window = max([layer.window for layer in side_layers(layers)], default=0)
     layouts = []
-    for widths in _widths(compat.text_config(model.config)):
-        both = tuple((heads, width, dtype) for heads, width in widths)
-        main, side = (BlockLayout(both * len(kind), device) for kind in (full_layers(layers), side_layers(layers)))
+    for of_layers in zip(*map(_widths, compat.layer_configs(model.config, len(layers))), strict=False):
+        pieces: dict[type, list[tuple[int, int, torch.dtype]]] = {GrowableLayer: [], CapturingSlidingLayer: []}
+        for layer, both in zip(layers, of_layers, strict=True):
+            if type(layer) in pieces:
+                pieces[type(layer)] += [(heads, width, dtype) for heads, width in both]
+        main, side = (BlockLayout(tuple(each), device) for each in pieces.values())
         layouts.append(SequenceLayout(main, side, window))
     return layouts
 

@@ -32,11 +32,8 @@ class StateLayer(LinearAttentionLayer, StatefulLayer):
         super().__init__(number_of_states=number_of_states, **kwargs)
         self.num_tokens = 0
 
-    def begin_forward(self) -> None:
-        """Count a forward, which is of one token unless `update_conv_state` is called: a single step writes in place."""
-        self.num_tokens += 1
-
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        # A single step writes in place, and is not seen here but when it asks for the state.
         self.num_tokens += conv_states.shape[-1] - 1 if state_idx == 0 else 0
         return super().update_conv_state(conv_states, state_idx, **kwargs)
 
