@@ -122,6 +122,8 @@ FULL_ATTENTION = (
 INDEXED = ("DeepseekV32", "GlmMoeDsa")  # pick 12 tokens to attend to, by keys of their own
 SHARING = ("Gemma3nText", "Gemma4Text")  # windows, and layers that use another one's K/V; heads of two widths
 
+REFUSED = ("Jamba", "Mamba", "FalconMamba", "Bamba")  # wrong in transformers itself where they go on from a prefix, or some are
+
 RECURRENT = (
     "Mamba2", "Lfm2", "Lfm2Moe", "Qwen3Next", "Qwen3_5Text", "FalconH1", "GraniteMoeHybrid", "NemotronH", "OlmoHybrid",
     "KimiLinear", "Zaya",

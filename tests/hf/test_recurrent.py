@@ -170,8 +170,6 @@ def test_kept_cache(name: str, stack: TierStack) -> None:
 
 @pytest.mark.parametrize("chunk", [7, 16])
 def test_chunked_prefill(name: str, stack: TierStack, chunk: int) -> None:
-    if name == "Mamba2":
-        pytest.skip("transformers itself has no chunked prefill without attention layers")
     ids = torch.cat([prompt(LENGTH), prompt(20, seed=8)], dim=1)
     cold = run(tiny(name), ids)
     for _ in range(2):

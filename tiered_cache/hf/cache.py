@@ -278,6 +278,13 @@ class TieredCache(DynamicCache):
         begin_forward(self.layers[layer_idx], state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many columns a layer holds; of recurrent layers alone what they were fed, where stock raises."""
+        continues = self._binding is not None and self._binding.takes_snapshots
+        if layer_idx == 0 and continues and not compat.slices_prompts(self):
+            return max(lengths(self.layers), default=0)
+        return super().get_seq_length(layer_idx)
+
     def _note_forward(self, layer_idx: int) -> None:
         if layer_idx != self._first_layer:
             return

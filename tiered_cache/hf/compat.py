@@ -113,7 +113,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def slices_prompts(cache: DynamicCache) -> bool:
     """Say whether generate() feeds only what a cache does not hold: not where that holds states alone."""
-    return not all(getattr(cache, "is_linear", [False]))
+    return not cache.layers or not all(getattr(cache, "is_linear", [False]))
 
 
 def layer_configs(config: PreTrainedConfig, num_layers: int) -> list[PreTrainedConfig]:
