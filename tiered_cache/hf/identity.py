@@ -70,15 +70,15 @@ def identify(model: PreTrainedModel) -> Fingerprint | None:
     modules, idle = _live_modules(model)
     try:
         found = weights.find(modules, idle)
+        seen = weights.glance(found)
+        with _lock:
+            memory = _memories.setdefault(model, _Memory())
+            known = memory.reader.digest_of(found, seen)
     except UnreadableError:
         return None
-    seen = weights.glance(found)
-    with _lock:
-        memory = _memories.setdefault(model, _Memory())
-        known = memory.reader.digest_of(found, seen)
-        if known is None:
-            return None
-        digest = hashlib.sha256(known)
+    if known is None:
+        return None
+    digest = hashlib.sha256(known)
     state = tuple(_module_state(modules))
     if state != memory.state:
         memory.state, memory.state_text = state, repr(state)
@@ -90,7 +90,7 @@ def identify(model: PreTrainedModel) -> Fingerprint | None:
 def why_not(model: PreTrainedModel) -> str:
     """Return why `identify` gives nothing for `model` now."""
     try:
-        weights.find(*_live_modules(model))
+        weights.glance(weights.find(*_live_modules(model)))
     except UnreadableError as error:
         return f"the weights cannot be read in full: {error}"
     return "the weights change at every call"
@@ -103,10 +103,10 @@ def is_unchanged(model: PreTrainedModel, since: Fingerprint) -> bool:
     """
     modules, idle = _live_modules(model)
     try:
-        found = weights.find(modules, idle)
+        is_unwritten = weights.is_unwritten(weights.find(modules, idle), since.glance)
     except UnreadableError:
         return False
-    return weights.is_unwritten(found, since.glance) and tuple(_module_state(modules)) == since.state
+    return is_unwritten and tuple(_module_state(modules)) == since.state
 
 
 def describe(model: PreTrainedModel) -> dict[str, object]:

@@ -19,14 +19,24 @@ from tiered_cache.hf.parts import UnreadableError, has_attributes
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """A tensor in a file: `load` reads it, `facts` change when the file does."""
+    """A tensor in a file: `read` returns it, `facts` change when the file does."""
 
     path: Path
-    load: Callable[[], torch.Tensor]
+    read: Callable[[], torch.Tensor]
+
+    def load(self) -> torch.Tensor:
+        """Return the tensor, read into memory. Raises UnreadableError: it cannot be."""
+        try:
+            return self.read()
+        except OSError as error:
+            raise UnreadableError(f"{self.path} cannot be read ({error.strerror})") from error
 
     def facts(self) -> tuple[int, ...]:
-        """Return what the file system says of the file. ctime cannot be set back."""
-        found = self.path.stat()
+        """Return what the file system says of the file; ctime cannot be set back. Raises UnreadableError: it is gone."""
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise UnreadableError(f"{self.path} cannot be read ({error.strerror})") from error
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
@@ -59,7 +69,7 @@ class Offloaded:
             if hook is not None and (owner == module or hook.place_submodules):
                 if has_attributes(tensor):
                     raise UnreadableError(f"{module}.{name} is quantised and offloaded; keep it on one device")
-                return _find(hook.weights_map, key)
+                return _find(f"{module}.{name}", hook.weights_map, key)
             if not owner:
                 return tensor
             owner, _, last = owner.rpartition(".")
@@ -107,7 +117,7 @@ def _flat(hook: Any) -> Iterator[Any]:
         yield hook
 
 
-def _find(weights: Any, key: str) -> torch.Tensor | OnDisk:
+def _find(name: str, weights: Any, key: str) -> torch.Tensor | OnDisk:
     """Return where a map of accelerate's has a weight."""
     while isinstance(weights, PrefixedDataset):
         weights, key = weights.dataset, f"{weights.prefix}{key}"
@@ -120,4 +130,4 @@ def _find(weights: Any, key: str) -> torch.Tensor | OnDisk:
     weight = weights.get(key) if isinstance(weights, dict) else None
     if isinstance(weight, torch.Tensor):
         return weight
-    raise UnreadableError(f"{key} is offloaded to where it cannot be read, {type(weights).__qualname__}")
+    raise UnreadableError(f"{name} is offloaded to where it cannot be read, {type(weights).__qualname__}")
