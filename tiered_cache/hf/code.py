@@ -4,6 +4,7 @@ Owns reading functions, classes and the plain values they use, and numbers for o
 Refuses to own which code a model consists of (identity) and tensors (weights).
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.utils.weak import WeakIdKeyDictionary
 
 SETTINGS = frozenset({int, float, bool, str, torch.dtype})  # plain values that may change what is computed
 LOCAL = "of this process "  # in the text of what is known by a number of this process
@@ -20,6 +22,7 @@ LOCAL = "of this process "  # in the text of what is known by a number of this p
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate"})  # a version says what their code is
 
 _serials: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+_tensor_serials: Any = WeakIdKeyDictionary()  # tensors cannot be compared as keys
 _next_serial = itertools.count()
 
 
@@ -59,10 +62,32 @@ def is_of_library(code: Any) -> bool:
 
 def serial(thing: Any) -> int:
     """Return a number that this object alone has, for as long as it lives."""
+    if isinstance(thing, torch.Tensor):
+        return int(_tensor_serials.setdefault(thing, next(_next_serial)))
     try:
         return _serials.setdefault(thing, next(_next_serial))
     except TypeError:  # no weak reference to it: never the same twice
         return next(_next_serial)
+
+
+def held_by(function: Any) -> list[tuple[Any, object]]:
+    """Return what a function, or the object that it is of, may read anew in every call: plain values, and tensors by number.
+
+    A strength that is turned up, a direction that is scaled in place.
+    """
+    held: dict[Any, Any] = dict(getattr(getattr(function, "__self__", function), "__dict__", {}))
+    if isinstance(function, functools.partial):
+        held.update(function.keywords)
+        held.update(enumerate(function.args))
+    names, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    for name, cell in zip(names.co_freevars, cells, strict=True) if names is not None and cells else ():
+        with contextlib.suppress(ValueError):  # nothing in it yet
+            held[name] = cell.cell_contents
+    tensors = [(name, value) for name, value in held.items() if isinstance(value, torch.Tensor)]
+    return [
+        *((name, value) for name, value in held.items() if type(value) in SETTINGS),
+        *((name, (serial(value), None if value.is_inference() else value._version)) for name, value in tensors),
+    ]
 
 
 def _read(function: Any, cls: Any, texts: dict[Any, str], *, follows: bool = True) -> None:

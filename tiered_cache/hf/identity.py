@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tiered_cache.hf import weights
-from tiered_cache.hf.code import LOCAL, SETTINGS, serial, text_of_class, text_of_function
+from tiered_cache.hf.code import LOCAL, SETTINGS, held_by, serial, text_of_class, text_of_function
 from tiered_cache.hf.offloaded import device_of, replaces_forward
 from tiered_cache.hf.parts import UnreadableError
 
@@ -199,7 +199,9 @@ def _module_state(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[object,
     for name, module in modules.items():
         own = module.__dict__
         settings = [item for item in own.items() if type(item[1]) in SETTINGS and item[0] not in _VOLATILE]
-        replaced = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values(), *replaces_forward(module)]
+        replaced = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
+        if "forward" in own:
+            replaced += replaces_forward(module)
         prepares = own.get("prepare_inputs_for_generation")
         if prepares is not None and not hasattr(getattr(prepares, "__self__", None), "peft_config"):  # PEFT only hands on
             replaced.append(prepares)
@@ -210,9 +212,8 @@ def _module_state(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[object,
 
 
 def _state_of(function: Any) -> tuple[object, ...]:
-    """Return a hook's number, and its plain attributes where it is an object's (a strength that is turned up, say)."""
-    own = getattr(getattr(function, "__self__", function), "__dict__", {})
-    return serial(function), [item for item in own.items() if type(item[1]) in SETTINGS]
+    """Return a hook's number, and what it holds."""
+    return serial(function), held_by(function)
 
 
 def _adapter_state(layer: Any) -> tuple[object, ...]:

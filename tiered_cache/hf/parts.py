@@ -21,6 +21,7 @@ _VALUES = SETTINGS | {type(None), bytes, complex, torch.device, torch.layout, to
 # Their parameters are subclasses that keep the rest in plain attributes; so do the modules, from the first forward on.
 _WITH_ATTRIBUTES = "bitsandbytes"
 _OF_ONE_FORWARD = frozenset({"module", "is_training", "idx"})  # of those attributes
+_MANY = 1000  # plain values in one container, beyond which it is not looked through in every call
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
@@ -57,10 +58,11 @@ def take_apart(name: str, value: Any, parts: dict[str, torch.Tensor], *, strict:
         return repr(value)
     if isinstance(value, enum.Enum):
         return f"{_name(type(value))}.{value.name}"
-    if isinstance(value, dict):
-        return f"{_name(type(value))}({inner(value.items())})"
-    if isinstance(value, tuple | list):
-        return f"{_name(type(value))}({inner(enumerate(value))})"
+    if isinstance(value, dict | tuple | list):
+        items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+        if not strict and len(items) > _MANY and type(items[0][1]) in _VALUES:  # a vocabulary, say
+            return _name(type(value))
+        return f"{_name(type(value))}({inner(items)})"
     if isinstance(value, type):
         return _name(value)
     if isinstance(value, torch.ScriptObject):
@@ -75,11 +77,13 @@ def take_apart(name: str, value: Any, parts: dict[str, torch.Tensor], *, strict:
     return _name(type(value))
 
 
-def keeps_more(cls: type[torch.nn.Module]) -> bool:
+@functools.lru_cache(maxsize=1024)  # asked of every module in every call
+def keeps_more(cls: Any) -> bool:
     """Say whether modules of a class may compute with tensors in plain attributes, not as parameters or buffers only."""
-    package = cls.__module__.partition(".")[0]
+    place = str(cls.__module__)
+    package = place.partition(".")[0]
     if package in ("torch", "transformers"):
-        return cls.__module__.startswith(("torch.ao.", "transformers.integrations."))
+        return place.startswith(("torch.ao.", "transformers.integrations."))
     return package not in ("peft", "accelerate", _WITH_ATTRIBUTES)  # of bitsandbytes they come with the parameter
 
 

@@ -67,17 +67,19 @@ def find(modules: dict[str, torch.nn.Module], idle: set[str]) -> Weights:
     """
     weights: Weights = {}
     offloaded = Offloaded(modules)
+    is_any_offloaded = bool(offloaded)
     for prefix, module in modules.items():
         for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
             path = f"{prefix}.{name}"
             if tensor is None or path in idle or (name.endswith("inv_freq") and _follows_length(module)):
                 continue
-            weight = offloaded.find(prefix, name, tensor) if offloaded else tensor
+            weight = offloaded.find(prefix, name, tensor) if is_any_offloaded else tensor
             if isinstance(weight, OnDisk) or is_plain(weight):
                 weights[path] = weight
             else:
                 weights |= gather(path, weight, module)
-        if keeps_more(type(module)):
+        cls: Any = type(module)
+        if keeps_more(cls):
             weights |= gather_attributes(prefix, module)
     return weights
 
@@ -109,17 +111,19 @@ def glance(weights: Weights) -> tuple[Facts, ...]:
 
 def is_unwritten(weights: Weights, since: tuple[Facts, ...]) -> bool:
     """Say whether nothing was written since a glance, not even there and back. Looks at less: version counters."""
-    if any(isinstance(tensor, torch.Tensor) and tensor.is_inference() for tensor in weights.values()):
+    written = [_written(name, weight) for name, weight in weights.items()]
+    if any(version is None for _, _, version in written):
         return glance(weights) == since  # no version counters: look at samples
-    return [_written(name, tensor) for name, tensor in weights.items()] == [facts[:3] for facts in since]
+    return written == [facts[:3] for facts in since]
 
 
-def _written(name: str, weight: torch.Tensor | OnDisk | str) -> Facts:
+def _written(name: str, weight: torch.Tensor | OnDisk | str) -> tuple[str, object, object]:
+    """Return a weight's name, where it is, and what changes when it is written: None of tensors without version counters."""
     if isinstance(weight, torch.Tensor):
         return name, weight.data_ptr(), None if weight.is_inference() else weight._version
     if isinstance(weight, OnDisk):
         return name, weight.path, weight.facts()
-    return name, weight
+    return name, weight, ""
 
 
 def _follows_length(module: torch.nn.Module) -> bool:
