@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 from tests.hf.harness import new_stack, run
 from tests.hf.models import fresh, prompt
 from tiered_cache import TieredCache, TierStack
-from tiered_cache.hf import identity
+from tiered_cache.hf import identity, parts
+from tiered_cache.hf.parts import take_apart
 
 
 class Rounding(enum.Enum):
@@ -137,6 +138,7 @@ def digest(model: Any) -> bytes:
 def test_reuse(kind: str, stack: TierStack) -> None:
     model = MAKERS[kind]()
     before = digest(model)
+    assert identity.describe(model)["device"] == "cpu"
     assert reused(model, stack) == 0
     if digest(model) != before:  # bitsandbytes on a CPU packs 4-bit weights anew in the first forward
         assert kind.startswith(("bitsandbytes nf4", "bitsandbytes fp4"))
@@ -318,6 +320,33 @@ class WithMeta(torch.nn.Module):
         return states @ (self.packed * self.meta["scale"]).T * (self.meta["nbits"] / 8)
 
 
+def test_integrations_of_transformers_keep_tensors_in_attributes() -> None:
+    """Experts in MXFP4 come as objects of a kernel's package."""
+
+    class Experts(WithMeta):
+        __module__ = "transformers.integrations.mxfp4"
+
+    model = fresh()
+    model.model.layers[1].self_attn.k_proj = layer = Experts(projection(model)).eval()
+    layer.meta = Recipe(block=layer.meta["scale"])
+    before = digest(model)
+    layer.meta.block[0] *= 2
+    assert digest(model) != before
+
+
+def test_a_vocabulary_is_not_looked_through() -> None:
+    assert take_apart("words", {str(place): place for place in range(5000)}, {}, strict=False) == "builtins.dict"
+    assert "4999" in take_apart("words", {str(place): place for place in range(5000)}, {})
+
+
+def test_another_version_of_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MAKERS["torchao int8"]()
+    before = digest(model)
+    monkeypatch.setattr(parts, "_version", lambda kind: "another")
+    identity.forget(model)
+    assert digest(model) != before
+
+
 @pytest.mark.parametrize("name", ["qweight", "scales", "g_idx"])
 def test_integers_in_buffers(name: str, stack: TierStack) -> None:
     model = fresh()
@@ -357,6 +386,10 @@ def sparse(model: Any) -> None:
     projection(model).weight = torch.nn.Parameter(projection(model).weight.detach().to_sparse_csr(), requires_grad=False)
 
 
+def of_two_numbers(model: Any) -> None:
+    model.register_buffer("codes", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+
+
 def with_a_lock(model: Any) -> None:
     projection(model).weight = torch.nn.Parameter(Scaled.of(projection(model).weight, {"lock": threading.Lock()}), False)
 
@@ -372,6 +405,7 @@ def packed_by_torch(model: Any) -> None:
         (on_meta, "k_proj.weight is on the meta device"),
         (of_unknown_kind, "k_proj.weight is of a kind that cannot be read, tests.hf.test_quantized.Unknown"),
         (sparse, "k_proj.weight is of a kind that cannot be read, .*sparse_csr"),
+        (of_two_numbers, "codes is of a kind that cannot be read, torch.Tensor"),
         (with_a_lock, r"k_proj.weight.context.lock is of a kind that cannot be read, _thread.lock"),
         (packed_by_torch, "_packed_params is packed where it cannot be read; quantise with torchao"),
     ],
