@@ -339,6 +339,12 @@ def test_a_vocabulary_is_not_looked_through() -> None:
     assert "4999" in take_apart("words", {str(place): place for place in range(5000)}, {})
 
 
+def test_configs_are_not_looked_through() -> None:
+    """Every module of a model of one's own holds one."""
+    text = take_apart("held", [fresh().config], {}, strict=False)
+    assert text == "builtins.list(0=transformers.models.llama.configuration_llama.LlamaConfig)"
+
+
 def test_another_version_of_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MAKERS["torchao int8"]()
     before = digest(model)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tiered_cache.hf.code import LOCAL, SETTINGS, text_of_function
+from tiered_cache.hf.code import LOCAL, SETTINGS, is_of_library, text_of_function
 
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 _VALUES = SETTINGS | {type(None), bytes, complex, torch.device, torch.layout, torch.memory_format}
@@ -144,6 +144,8 @@ def _take_attributes_apart(name: str, parameter: Any, module: Any, parts: dict[s
 def _attributes(value: Any, strict: bool) -> list[tuple[str, Any]] | None:
     """Return the attributes of an object that is no more than those, or None."""
     if isinstance(value, type | torch.nn.Module) or callable(value):
+        return None
+    if not strict and is_of_library(type(value)):  # a config, say
         return None
     if dataclasses.is_dataclass(value):
         return [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
