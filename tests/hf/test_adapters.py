@@ -98,6 +98,17 @@ def test_strength(stack: TierStack) -> None:
     hits(model, stack, True)
 
 
+def test_several_at_once(stack: TierStack) -> None:
+    model = wrapped()
+    model.add_adapter("two", adapter(2))
+    hits(model.eval(), stack, False)
+    for round_ in range(2):
+        model.base_model.set_adapter(["one", "two"])
+        hits(model.eval(), stack, round_ > 0)
+        model.set_adapter("one")
+        hits(model.eval(), stack, True)
+
+
 def test_rows_with_adapters_of_their_own(stack: TierStack) -> None:
     """adapter_names= chooses one for each row, through hooks: never mistaken for anything else."""
     model = wrapped()

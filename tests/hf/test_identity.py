@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.hf.harness import assert_same, check, new_stack, run
 from tests.hf.models import fresh, prompt, tiny
 from tiered_cache import MissReason, TieredCache, TierStack
-from tiered_cache.hf import identity
+from tiered_cache.hf import identity, weights
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def test_weights_changed_and_changed_back_within_a_call(stack: TierStack) -> Non
 
 def test_a_training_loop_pauses_reuse_until_the_weights_hold_still(stack: TierStack, monkeypatch: pytest.MonkeyPatch) -> None:
     model, read = fresh(), []
-    checksum = identity._checksum
-    monkeypatch.setattr(identity, "_checksum", lambda name, tensor: read.append(name) or checksum(name, tensor))
+    checksum = weights._checksum
+    monkeypatch.setattr(weights, "_checksum", lambda name, tensor: read.append(name) or checksum(name, tensor))
     reasons = []
     for _ in range(8):
         edit_one_element(model)
@@ -207,15 +207,15 @@ def test_checksum_covers_every_element() -> None:
     """On the CPU by xxh3; the sums that stand in for it on a device see every single bit too."""
     torch.manual_seed(0)
     data = torch.randn(1000)
-    reference = identity._device_sum(data)
+    reference = weights._device_sum(data)
     for place in range(0, 1000, 7):
         for bit in (0, 13, 31):
             flipped = data.clone()
             flipped.view(torch.int32)[place] ^= 1 << bit if bit < 31 else -(1 << 31)
-            assert identity._device_sum(flipped) != reference
+            assert weights._device_sum(flipped) != reference
     swapped = data.clone()
     swapped[[0, 2]] = swapped[[2, 0]]
-    assert identity._device_sum(swapped) != reference
+    assert weights._device_sum(swapped) != reference
 
 
 def test_identity_is_the_same_in_another_process() -> None:

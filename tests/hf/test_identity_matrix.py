@@ -3,10 +3,12 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
@@ -14,8 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.hf.harness import check, new_stack, run
 from tests.hf.models import fresh, prompt
-from tiered_cache import TieredCache, TierStack
+from tests.hf.test_disk import Disk
+from tests.hf.test_quantized import Scaled
+from tiered_cache import TieredCache, TierStack, keys
 
+TYPES = ["full_attention", "sliding_attention"]
 Change = Callable[[Any], AbstractContextManager[None]]
 
 
@@ -112,12 +117,25 @@ def rounded(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def other_frequencies(model: Any) -> Iterator[None]:
-    parameters, embedding = model.config.rope_parameters, model.model.rotary_emb
-    model.config.rope_parameters = {**parameters, "rope_theta": 5e5}
-    model.model.rotary_emb = type(embedding)(model.config).eval()
+def other_seed(model: Any) -> Iterator[None]:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(fresh(seed=1).state_dict())
     yield
-    model.config.rope_parameters, model.model.rotary_emb = parameters, embedding
+    model.load_state_dict(state)
+
+
+def other_frequencies(**rope: Any) -> Change:
+    """Return the change of the rotary embedding's parameters."""
+
+    @contextmanager
+    def change(model: Any) -> Iterator[None]:
+        parameters, embedding = model.config.rope_parameters, model.model.rotary_emb
+        model.config.rope_parameters = {**parameters, **rope}
+        model.model.rotary_emb = type(embedding)(model.config).eval()
+        yield
+        model.config.rope_parameters, model.model.rotary_emb = parameters, embedding
+
+    return change
 
 
 @contextmanager
@@ -154,6 +172,36 @@ def swapped_layers(model: Any) -> Iterator[None]:
     layers[0].self_attn.layer_idx, layers[1].self_attn.layer_idx = 0, 1
 
 
+@contextmanager
+def quantised(model: Any) -> Iterator[None]:
+    owner = layer(model).self_attn.k_proj
+    before = owner.weight
+    owner.weight = torch.nn.Parameter(Scaled.of(before), requires_grad=False)
+    yield
+    owner.weight = before
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+@contextmanager
+def doubled_by_a_parametrization(model: Any) -> Iterator[None]:
+    owner = layer(model).self_attn.k_proj
+    parametrize.register_parametrization(owner, "weight", Doubled())
+    model.eval()
+    yield
+    parametrize.remove_parametrizations(owner, "weight", leave_parametrized=False)
+
+
+@contextmanager
+def one_more_buffer(model: Any) -> Iterator[None]:
+    layer(model).register_buffer("bias", torch.zeros(3))
+    yield
+    del layer(model).bias
+
+
 CHANGES: dict[str, Change] = {
     "one element": written(lambda tensor: tensor[3, 5].add_(0.5)),
     "one element through .data": written(lambda tensor: tensor.data.view(-1)[0].add_(0.5)),
@@ -167,7 +215,12 @@ CHANGES: dict[str, Change] = {
     "dtype": wider_dtype,
     "rounded to bfloat16 and back": rounded,
     "autocast": under_autocast,
-    "rope": other_frequencies,
+    "rope theta": other_frequencies(rope_theta=5e5),
+    "rope scaling": other_frequencies(rope_type="linear", factor=2.0),
+    "weights of another seed": other_seed,
+    "quantised": quantised,
+    "a parametrization": doubled_by_a_parametrization,
+    "one more buffer": one_more_buffer,
     "attention implementation": other_attention,
     "a registered attention function": other_registered_attention,
     "a hook": handled(lambda model: layer(model).register_forward_hook(lambda module, args, output: output)),
@@ -208,6 +261,114 @@ def test_miss_and_hit_again(stack: TierStack, change: str) -> None:
         seen(model, stack, 29)
     seen(model, stack, 29, kept)
     seen(fresh(), stack, 29)
+
+
+@pytest.mark.parametrize(
+    ("stack_options", "cache_options", "key_format"),
+    [
+        ({}, {"salt": "b"}, keys.KEY_FORMAT),
+        ({}, {"salt": None}, keys.KEY_FORMAT),
+        ({"namespace": "other"}, {}, keys.KEY_FORMAT),
+        ({"block_tokens": 8}, {}, keys.KEY_FORMAT),
+        ({}, {}, keys.KEY_FORMAT + 1),
+    ],
+)
+def test_what_the_stack_and_the_cache_say(
+    stack_options: dict[str, Any],
+    cache_options: dict[str, Any],
+    key_format: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is asked of a stack that starts anew on a directory where all is."""
+    model, disk = fresh(), Disk(tmp_path)
+    assert reused(model, disk.open(), salt="a") == 0
+    assert reused(model, disk.restart(), salt="a") == 32
+    stack = disk.restart(**stack_options)  # 32 tokens are whole blocks: of a tail, disks find long matches only
+    with monkeypatch.context() as patched:
+        patched.setattr(keys, "KEY_FORMAT", key_format)
+        for cached in (0, 32):
+            assert reused(model, stack, **{"salt": "a", **cache_options}) == cached
+    assert reused(model, disk.restart(), salt="a") == 32
+    disk.close()
+
+
+def reused(model: Any, stack: TierStack, **options: Any) -> int:
+    cache = TieredCache(stack, **options)
+    run(model, prompt(33), past_key_values=cache)
+    return cache.usage.cached_tokens
+
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "layers of another type": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "layer_types": TYPES}),
+    "a longer window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 64, "layer_types": TYPES}),
+    "another epsilon": ("Qwen2", {"rms_norm_eps": 1e-3}),
+    "another class": ("Qwen2Own", {}),
+}
+
+
+@pytest.mark.parametrize("other", list(ARCHITECTURES))
+def test_the_same_weights_in_another_architecture(other: str, stack: TierStack) -> None:
+    name, options = ARCHITECTURES[other]
+    model = fresh("Qwen2")
+    changed = fresh("Qwen2", **options)
+    if name == "Qwen2Own":
+        changed.__class__ = type(name, (type(model),), {})
+    assert {name: value.tolist() for name, value in model.state_dict().items()} == {
+        name: value.tolist() for name, value in changed.state_dict().items()
+    }
+    seen(model, stack, 0)
+    seen(changed, stack, 0)
+    seen(changed, stack, 29)
+    seen(model, stack, 29)
+
+
+class Steering:
+    """A hook that is an object, as people steer models."""
+
+    def __init__(self) -> None:
+        self.strength, self.direction = 1.0, torch.ones(32)
+
+    def __call__(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + self.strength * self.direction
+
+
+def steered(by: str) -> tuple[Steering, Any]:
+    """Return what steers, and the same as a hook of one kind."""
+    steering = Steering()
+    hooks = {
+        "an object": steering,
+        "a method": steering.__call__,
+        "a partial": functools.partial(steer, direction=steering.direction),
+        "a closure over the tensor": closure_over(steering.direction),
+    }
+    return steering, hooks[by]
+
+
+def steer(module: Any, args: Any, output: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    return output + direction
+
+
+def closure_over(direction: torch.Tensor) -> Any:
+    return lambda module, args, output: output + direction
+
+
+@pytest.mark.parametrize("by", ["an object", "a method", "a partial", "a closure over the tensor"])
+def test_what_a_hook_holds(by: str, stack: TierStack) -> None:
+    steering, hook = steered(by)
+    model = fresh()
+    layer(model).mlp.register_forward_hook(hook)
+    seen(model, stack, 0)
+    seen(model, stack, 29)
+    steering.direction.mul_(2)
+    seen(model, stack, 0)
+    seen(model, stack, 29)
+    if by in ("an object", "a method"):
+        steering.direction = steering.direction.clone()
+        seen(model, stack, 0)
+        steering.strength = 0.5
+        seen(model, stack, 0)
+        seen(model, stack, 29)
 
 
 def seen(model: Any, stack: TierStack, cached: int, cache: TieredCache | None = None) -> None:
