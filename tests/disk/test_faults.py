@@ -451,7 +451,7 @@ def run_scene(disk: Disk, scene: Scene, path: Path, fault: Fault | None, monkeyp
         scene.program(scene, disk, path, fault)
     assert wait_until(lambda: not our_threads()), our_threads()
     assert open_files() == before
-    assert len(log.lines) <= 3, log.lines  # stacks that meet the fault
+    assert len(log.lines) <= 4, log.lines  # stacks that may meet the fault, two of them as their last thread ends
     shutil.rmtree(path)
     return disk.seen
 

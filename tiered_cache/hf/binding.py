@@ -21,6 +21,7 @@ from tiered_cache.hf import compat, identity, selfcheck
 from tiered_cache.hf.columns import Columns
 from tiered_cache.hf.explain import Refusal
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, StatefulLayer
+from tiered_cache.hf.offloaded import device_of, execution_devices
 from tiered_cache.hf.shapes import (
     allocate,
     expected_layouts,
@@ -71,12 +72,12 @@ class Binding:
         self._verdict: selfcheck.Verdict | None = None
         self.identity: bytes | None = None
         self._fingerprint: identity.Fingerprint | None = None
-        self._autocast = torch.is_autocast_enabled(model.device.type)
+        self._autocast = torch.is_autocast_enabled(device_of(model).type)
         self._switch, self._one_long_regime = sys.maxsize, False
         self._long = False  # this call is longer than the switch
         self.refusal = self._refuse(model)
         if self.refusal is None:
-            why = "the model's weights cannot be read here (offloaded, or of a quantised kind), or change at every call"
+            why = None
             try:
                 switch, self._one_long_regime = compat.rope_switch(model.config)
                 self._switch = sys.maxsize if switch is None else switch
@@ -84,7 +85,7 @@ class Binding:
             except Exception as error:  # noqa: BLE001  whatever a model is made of, generate() goes on without reuse
                 why = f"the model's weights could not be read ({error!r})"
             if self._fingerprint is None:
-                self.refusal = Refusal(MissReason.IDENTITY, why)
+                self.refusal = Refusal(MissReason.IDENTITY, why or identity.why_not(model))
             else:
                 self.identity = self._fingerprint.digest
                 self._try_out(model, self.identity)
@@ -323,7 +324,7 @@ class Binding:
         if compat.is_bidirectional(model.config):
             why = "the model's attention looks at later tokens, so a prefix has no K/V of its own"
             return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
-        if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        if getattr(model, "hf_device_map", None) and len(execution_devices(model)) > 1:
             return Refusal(MissReason.UNSUPPORTED_LAYERS, "the model is spread over several devices")
         return None
 

@@ -20,13 +20,12 @@ from tiered_cache.errors import CacheInUseError, ConfigError, TieredCacheError
 from tiered_cache.hf import compat
 from tiered_cache.hf.binding import Binding
 from tiered_cache.hf.columns import Columns, count_tokens
-from tiered_cache.hf.explain import Refusal, describe
+from tiered_cache.hf.explain import Refusal, describe, why_not_more
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, begin_forward
 from tiered_cache.hf.prefill import split_points
 from tiered_cache.hf.resident import Resident
 from tiered_cache.hf.shapes import lengths
 from tiered_cache.interrupts import uninterrupted
-from tiered_cache.matching import Match
 from tiered_cache.stack import TierStack, check_stack
 from tiered_cache.tiers.disk import Stay
 from tiered_cache.usage import MissReason, Usage
@@ -372,32 +371,8 @@ class TieredCache(DynamicCache):
         finally:
             binding.release(matches)
         known = [match.known_tokens for match in matches]
-        return columns, served, self._why_not_all(prompt, matches, columns) if columns < limit else None, known
-
-    def _why_not_all(self, prompt: Columns, matches: Sequence[Match], columns: int) -> Refusal:
-        """Say why no more than `columns` columns are reused."""
-        for trouble, why in _TROUBLES.items():
-            if any(match.trouble is trouble for match in matches):
-                return Refusal(trouble, why)
-        shortest = min(pad + match.num_tokens for pad, match in zip(prompt.pads, matches, strict=True))
-        if any(match.num_tokens > max(0, shortest - pad) for pad, match in zip(prompt.pads, matches, strict=True)):
-            why = "one row of the batch shares less with what is stored than others do"
-            return Refusal(MissReason.ROW_LIMIT, why)
-        known = min(pad + match.known_tokens for pad, match in zip(prompt.pads, matches, strict=True))
-        if known > max(columns, min(prompt.pads)) and self._bound.takes_snapshots:
-            why = "more of this prompt is stored, but its recurrent layers go on from snapshots only, and none is nearer"
-            return Refusal(MissReason.NOT_STORED, why)
-        if shortest > max(columns, min(prompt.pads)):
-            why = "more of this prompt is stored, but not all that its sliding-window layers need before that point"
-            return Refusal(MissReason.NOT_STORED, why)
-        return Refusal(MissReason.NOT_STORED, "no more of this prompt is stored")
-
-
-_TROUBLES = {
-    MissReason.CORRUPT: "a stored block was damaged; it was removed",
-    MissReason.DEADLINE: "the disk tier did not answer in time",
-    MissReason.TIER_ERROR: "the disk tier failed",
-}
+        why = why_not_more(prompt.pads, matches, columns, binding.takes_snapshots) if columns < limit else None
+        return columns, served, why, known
 
 
 def check_stay(ttl: float | None, pin: bool, caller: str) -> Stay:

@@ -1,9 +1,10 @@
 """The words in which a cache says what it did."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from tiered_cache.matching import Match
 from tiered_cache.usage import MissReason, Usage
 
 
@@ -24,6 +25,30 @@ class Refusal:
         order = list(MissReason)
         chosen = min(found, key=lambda refusal: order.index(refusal.reason))
         return replace(chosen, stores=all(refusal.stores for refusal in found))
+
+
+def why_not_more(pads: Sequence[int], matches: Sequence[Match], columns: int, takes_snapshots: bool) -> Refusal:
+    """Say why no more than `columns` columns of a prompt are reused, given what is stored of each row behind its pads."""
+    for trouble, why in _TROUBLES.items():
+        if any(match.trouble is trouble for match in matches):
+            return Refusal(trouble, why)
+    shortest = min(pad + match.num_tokens for pad, match in zip(pads, matches, strict=True))
+    if any(match.num_tokens > max(0, shortest - pad) for pad, match in zip(pads, matches, strict=True)):
+        return Refusal(MissReason.ROW_LIMIT, "one row of the batch shares less with what is stored than others do")
+    known = min(pad + match.known_tokens for pad, match in zip(pads, matches, strict=True))
+    if known > max(columns, min(pads)):
+        why = "not all that its sliding-window layers need before that point"
+        if takes_snapshots:
+            why = "its recurrent layers go on from snapshots only, of which none is nearer"
+        return Refusal(MissReason.NOT_STORED, f"more of this prompt is stored, but {why}")
+    return Refusal(MissReason.NOT_STORED, "no more of this prompt is stored")
+
+
+_TROUBLES = {
+    MissReason.CORRUPT: "a stored block was damaged; it was removed",
+    MissReason.DEADLINE: "the disk tier did not answer in time",
+    MissReason.TIER_ERROR: "the disk tier failed",
+}
 
 
 def describe(usage: Usage, refusal: Refusal | None) -> str:

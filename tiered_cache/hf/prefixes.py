@@ -7,6 +7,7 @@ from tiered_cache import progress
 from tiered_cache.defaults import default_stack
 from tiered_cache.hf import compat, identity
 from tiered_cache.hf.cache import TieredCache, check_stay
+from tiered_cache.hf.offloaded import device_of
 from tiered_cache.stack import TierStack, check_stack
 from tiered_cache.usage import Usage
 
@@ -44,7 +45,7 @@ def warm(
         options["logits_to_keep"] = 1
     with torch.no_grad():
         start = cache.restore(model, input_ids)
-        left = input_ids[:, start:].to(inner.device)
+        left = input_ids[:, start:].to(device_of(inner))
         with progress.show(left.shape[1], "Warming", " tokens") as bar:
             last = left.shape[1] - 1  # a prompt that is the same has one token left to compute
             parts = [left[:, :last], left[:, last:]] if cache.split_points and last else [left]

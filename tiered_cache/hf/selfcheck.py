@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache
 from tiered_cache.blocks import SequenceLayout
 from tiered_cache.hf import compat
 from tiered_cache.hf.layers import begin_forward
+from tiered_cache.hf.offloaded import device_of
 from tiered_cache.hf.shapes import allocate, layout_of, lengths, put_states, side_layers, states, strips_of
 from tiered_cache.keys import MAIN
 
@@ -108,7 +109,7 @@ def transplanted(model: PreTrainedModel, layers: Sequence[Any]) -> list[Any]:
 def _error(model: PreTrainedModel, pads: int, by_hand: bool) -> tuple[float, SequenceLayout]:
     """Return how far logits are off that come of a split prompt, as a part of the largest, and the layout of what it left."""
     high = min(compat.text_config(model.config).vocab_size, 1 << 15)
-    ids = torch.randint(high, (2, _TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(high, (2, _TOKENS), generator=torch.Generator().manual_seed(0)).to(device_of(model))
     mask = torch.ones_like(ids)
     mask[1, :pads] = 0
     whole, cache = _logits(model, ids, mask, [], by_hand)

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tiered_cache.blocks import BlockLayout, SequenceLayout, SnapshotLayout, Strip
 from tiered_cache.hf import compat
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, StatefulLayer
+from tiered_cache.hf.offloaded import device_of
 from tiered_cache.keys import MAIN, SIDE, SNAPSHOT
 
 Widths = tuple[tuple[int, int], tuple[int, int]]  # (heads, width) of K and of V
@@ -94,7 +95,7 @@ def _tensors(layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
 
 def expected_layouts(model: PreTrainedModel, layers: Sequence[Any]) -> list[SequenceLayout]:
     """Return the layouts that K/V of `model` may have in its cache `layers`, the likeliest first."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     dtype = model.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
