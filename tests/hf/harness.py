@@ -1,8 +1,8 @@
 """What is asserted of every reuse: same tokens and logits as a cold run, as few columns forwarded as predicted, stored
 bytes unchanged, counters consistent."""
 
-import functools
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -93,10 +93,14 @@ def check(
     return out
 
 
-@functools.cache
+_settled: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
+
+
 def settle(model: PreTrainedModel) -> None:
     """Let the trial of a model with recurrent layers, if it takes one, be over before forwards are counted."""
-    TieredCache(new_stack()).bind(model)
+    if model not in _settled:
+        _settled.add(model)
+        TieredCache(new_stack()).bind(model)
 
 
 def stored_bytes(stack: TierStack) -> dict[bytes, str]:

@@ -279,8 +279,8 @@ class TieredCache(DynamicCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many columns a layer holds; of recurrent layers alone what they were fed, where stock raises."""
-        continues = self._binding is not None and self._binding.takes_snapshots
-        if layer_idx == 0 and continues and not compat.slices_prompts(self):
+        is_recurrent = layer_idx == 0 and not compat.slices_prompts(self)
+        if is_recurrent and self._binding is not None and self._binding.takes_snapshots:
             return max(lengths(self.layers), default=0)
         return super().get_seq_length(layer_idx)
 
