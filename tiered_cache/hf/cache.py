@@ -62,6 +62,7 @@ class TieredCache(DynamicCache):
     is_tiered: ClassVar[bool] = True  # how the hooks know their caches, also across reloads of this package
 
     layers: list[Any]
+    _first_layer = 0  # that keeps anything
 
     def __init__(
         self,
@@ -80,7 +81,6 @@ class TieredCache(DynamicCache):
         self.stack = default_stack() if stack is None else check_stack(stack, "TieredCache(stack=...)")
         self.usage = Usage()
         self.split_points: list[int] = []  # columns after which a snapshot is to be taken in this call's prefill
-        self._first_layer = 0  # that keeps anything
         self.session: Any = None  # the generate() call that is using this cache
         self.columns: Columns | None = None  # the tokens of the layers' columns, as far as they are known
         self._salt = salt.encode() if isinstance(salt, str) else salt or b""
