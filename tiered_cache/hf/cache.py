@@ -21,6 +21,7 @@ from tiered_cache.errors import CacheInUseError, ConfigError, TieredCacheError
 from tiered_cache.hf import compat
 from tiered_cache.hf.binding import Binding
 from tiered_cache.hf.columns import Columns, count_tokens
+from tiered_cache.hf.content import refuse_by_hand
 from tiered_cache.hf.explain import Refusal, describe
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
 from tiered_cache.interrupts import uninterrupted
@@ -51,7 +52,7 @@ class Resident:
         if self.columns is None or self.binding is None or not self.binding.computed_as(binding):
             return 0
         whole = min([int(layer.get_seq_length()) for layer in self.layers], default=0)
-        columns = min(self.columns.shared(prompt), whole, limit, self.binding.room(self.columns))
+        columns = prompt.end(min(self.columns.shared(prompt), whole, limit, self.binding.room(self.columns)))
         return columns if all(layer.can_truncate(columns) for layer in self.layers) else 0
 
 
@@ -132,7 +133,7 @@ class TieredCache(DynamicCache):
         compat.check_decoder(model)
         prompt = Columns.of(input_ids, attention_mask)
         resident = self.take_out()
-        refusal = self.bind(model)
+        refusal = self.bind(model) or refuse_by_hand(model, input_ids)
         self._by_hand, self._fed = True, prompt
         columns = self.reuse(prompt, count_tokens(input_ids, attention_mask), 1, resident, refusal, at_once=False)
         self.stack.record(self.usage)
@@ -340,7 +341,7 @@ class TieredCache(DynamicCache):
         """Hold the longest known prefix: (its columns, tokens by tier, why it is not all but one)."""
         binding = self._bound
         assert binding.identity is not None
-        limit = prompt.length - 1  # one token is left to compute: its logits are wanted
+        limit = prompt.end(prompt.length - 1)  # one token is left to compute: its logits are wanted
         kept = resident.serves(prompt.repeat(expand), binding, limit)
         matches = binding.match(prompt, self._by_hand)
         try:

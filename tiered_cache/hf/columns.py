@@ -15,10 +15,14 @@ from tiered_cache.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Token ids `[B, T]` on the host, and how many left pads each row begins with."""
+    """Token ids `[B, T]` on the host, how many left pads each row begins with, and within which columns no prefix may end.
+
+    Ids below zero stand for content (see content).
+    """
 
     ids: np.ndarray
     pads: tuple[int, ...]
+    solid: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Self | None:
@@ -64,11 +68,11 @@ class Columns:
 
     def cut(self, length: int) -> Self:
         """Keep the first `length` columns."""
-        return type(self)(self.ids[:, :length], self.pads)
+        return type(self)(self.ids[:, :length], self.pads, self.solid)
 
     def take(self, rows: Sequence[int]) -> Self:
         """Return the given rows, in their order."""
-        return type(self)(self.ids[list(rows)], tuple(self.pads[row] for row in rows))
+        return type(self)(self.ids[list(rows)], tuple(self.pads[row] for row in rows), self.solid)
 
     def repeat(self, times: int) -> Self:
         """Repeat each row `times` times, as generate() expands its inputs for beams and samples."""
@@ -76,7 +80,14 @@ class Columns:
 
     def extend(self, ids: np.ndarray) -> Self:
         """Append the columns `ids` `[B, t]`."""
-        return type(self)(np.concatenate([self.ids, ids], axis=1), self.pads)
+        return type(self)(np.concatenate([self.ids, ids], axis=1), self.pads, self.solid)
+
+    def end(self, length: int) -> int:
+        """Return where a restored prefix of up to `length` columns may end."""
+        for start, stop in sorted(self.solid, reverse=True):
+            if start < length < stop:
+                length = start
+        return length
 
     def shared(self, other: "Columns") -> int:
         """Return how many leading columns are the same in both: same pads, same tokens, in every row."""

@@ -21,8 +21,9 @@ from tiered_cache.errors import CacheInUseError, ConfigError
 from tiered_cache.hf import compat
 from tiered_cache.hf.binding import side_layers
 from tiered_cache.hf.cache import Resident, TieredCache
-from tiered_cache.hf.checks import check_length, covered_columns, has_plain_positions, refuse_call, refuse_class
+from tiered_cache.hf.checks import check_length, covered_columns, refuse_call, refuse_class
 from tiered_cache.hf.columns import Columns, count_tokens
+from tiered_cache.hf.content import Content, plain_arguments, positions_follow, refuse_encoded, refuse_state
 from tiered_cache.hf.explain import Refusal
 from tiered_cache.usage import MissReason, Usage
 
@@ -48,6 +49,7 @@ class Session:
         automatic: the cache was put in by enable(): then the session steps aside where it would have to complain.
         refusal: why this call may not reuse anything, if that is known before it starts.
         assistant: the call's assistant model, if any.
+        own_positions: the call passes no position_ids, so that those seen are generate()'s own.
     """
 
     def __init__(
@@ -58,12 +60,16 @@ class Session:
         automatic: bool = False,
         refusal: Refusal | None = None,
         assistant: PreTrainedModel | None = None,
+        own_positions: bool = False,
     ) -> None:
         self._model = model
         self._cache = cache
         self._automatic = automatic
         self._refusal = refusal
         self._assistant = assistant
+        self._own_positions = own_positions
+        self._content: Content | None = None  # until it is fed
+        self._covered = 0  # columns that were restored
         self._thread = threading.get_ident()
         self._frame: FrameType | None = None
         self._stage = Stage.OPENED
@@ -99,7 +105,7 @@ class Session:
         try:
             compat.check_decoder(self._model)
             self._resident = cache.take_out()
-            self._refusal = self._refusal or refuse_class(self._model)
+            self._refusal = self._refusal or refuse_class(self._model) or refuse_state(self._model)
             self._bound_refusal = cache.bind(self._model)
         except BaseException:
             if hasattr(self, "_resident"):
@@ -127,6 +133,19 @@ class Session:
         """Say whether the call is under way: on another thread, or further up on this one."""
         return self._thread != threading.get_ident() or self.encloses_this()
 
+    def encode(
+        self, original: Callable[..., Any], inputs: torch.Tensor, model_kwargs: dict[str, Any], input_name: str, config: Any
+    ) -> Any:
+        """Run the step of generate() that encodes images, but without those that `_feed` may find held already."""
+        call = functools.partial(original, self._model, inputs, model_input_name=input_name, generation_config=config)
+        before = model_kwargs.copy()
+        if config.get_generation_mode(self._assistant) in compat.REUSING_MODES and input_name == "input_ids":
+            self._content = Content.defer(self._model, model_kwargs, len(inputs), call)
+        after = call(model_kwargs)
+        if self._content is None:
+            self._refusal = self._refusal or refuse_encoded(before, after)
+        return after
+
     # --- prefill ----------------------------------------------------------------------------------------------------
 
     def prefill(
@@ -139,7 +158,7 @@ class Session:
         **kwargs: Any,
     ) -> Any:
         """Run generate()'s `_prefill` on a cache that holds the prompt's longest known prefix. generate() slices by itself."""
-        call = functools.partial(original, self._model)
+        call = functools.partial(self._feed, original)
         if self._in_prefill:  # a second hook around this one
             return call(input_ids, generation_config, model_kwargs, *args, **kwargs)
         self._in_prefill = True
@@ -159,7 +178,7 @@ class Session:
     ) -> Any:
         cache = self._cache
         if self._stage is not Stage.OPENED:  # a decoding method that generates more than once: from scratch each time
-            self._plain, self._prompt, cache.columns = False, None, None
+            self._plain, self._covered, self._prompt, cache.columns = False, 0, None, None
             if covered_columns(input_ids, generation_config, model_kwargs) == input_ids.shape[1]:
                 cache.layers = cache.fresh_layers()
             return call(input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -185,7 +204,7 @@ class Session:
             refusal = Refusal(MissReason.UNKNOWN_CONTENT, "the prompt is not of a form that can be reused")
             whole_ids, prompt_tokens = input_ids, passed_tokens
         at_once = generation_config.prefill_chunk_size is None
-        cache.reuse(self._prompt, prompt_tokens, self._expand, self._resident, refusal, at_once=at_once)
+        self._covered = cache.reuse(self._prompt, prompt_tokens, self._expand, self._resident, refusal, at_once=at_once)
         self._resident = Resident([], None, None)  # frees what was not reused
         self._stage = Stage.RESTORED
         outputs = call(whole_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -195,6 +214,21 @@ class Session:
         for slid in side_layers(cache.layers) if self._beams else ():
             slid.stop_capturing()
         return outputs
+
+    def _feed(
+        self,
+        original: Callable[..., Any],
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the prefill with that content which the restored columns do not hold."""
+        content, self._content = self._content, None
+        if content is not None:
+            content.feed(model_kwargs, input_ids, self._covered)
+        return original(self._model, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def before_forward(self, much_captured: bool) -> None:
         """Called when a forward begins. `much_captured`: sliding layers hold much that left their window."""
@@ -225,10 +259,16 @@ class Session:
         self._passed = input_ids.cpu().numpy()
         self._plain = mode in compat.REUSING_MODES and self._refusal is None
         refusals = [refusal for refusal in (self._refusal, self._bound_refusal) if refusal is not None]
-        refusals += refuse_call(input_ids, generation_config, model_kwargs, mode)
         new_only = model_kwargs.get("inputs_embeds") is None and (
             covered_columns(input_ids, generation_config, model_kwargs) != input_ids.shape[1]
         )
+        if self._content is None and not refusals:
+            self._content = Content.take(self._model, model_kwargs, len(input_ids) // self._expand)
+        plain = frozenset() if new_only else plain_arguments(self._model, model_kwargs, self._content)
+        refusals += refuse_call(input_ids, generation_config, model_kwargs, mode, plain)
+        if self._content is not None and (new_only or generation_config.prefill_chunk_size is not None):
+            why = "with only the new tokens" if new_only else "with prefill_chunk_size"
+            refusals.append(Refusal(MissReason.UNKNOWN_CONTENT, f"the call passes {self._content.names} {why}"))
         if new_only and self._automatic:
             refusals.append(Refusal(MissReason.UNKNOWN_CONTENT, "attention_mask and input_ids differ in length"))
         unknown = any(refusal.reason is MissReason.UNKNOWN_CONTENT for refusal in refusals)
@@ -245,7 +285,12 @@ class Session:
         rows = slice(None, None, self._expand)
         row_mask = None if mask is None else mask[rows]
         self._prompt = Columns.of(input_ids[rows], row_mask)
-        if self._prompt is not None and not has_plain_positions(self._model, self._prompt, model_kwargs.get("position_ids")):
+        if self._prompt is not None and self._content is not None:
+            keyed = self._content.key(self._prompt.repeat(self._expand), model_kwargs)
+            self._prompt = keyed if isinstance(keyed, Columns) else None
+            refusals += [keyed] if isinstance(keyed, Refusal) else []
+        positions = model_kwargs.get("position_ids")
+        if self._prompt is not None and not positions_follow(self._model, self._prompt, positions, are_own=self._own_positions):
             self._prompt = None
             refusals.append(Refusal(MissReason.UNKNOWN_CONTENT, "positions are not those of the tokens' places in their rows"))
         if not self._automatic:
@@ -259,7 +304,12 @@ class Session:
         passed = input_ids.shape[1]
         held = self._resident.columns
         earlier = covered_columns(input_ids, generation_config, model_kwargs) - passed
-        if held is None or not held.length == self._resident.length == earlier or held.rows * self._expand != len(input_ids):
+        if (
+            held is None
+            or held.solid
+            or not held.length == self._resident.length == earlier
+            or held.rows * self._expand != len(input_ids)
+        ):
             raise self._needs_all_tokens()
         held = held.repeat(self._expand)
         positions = model_kwargs.get("position_ids")
