@@ -1,6 +1,7 @@
 """Tiny random models that see and hear, and prompts for them: lists of text and of items of content."""
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,13 @@ _TEXT: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "initializer_range": 0.3}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "initializer_range": 0.3,
+}
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 _QWEN_TOWER = {"depth": 1, "num_heads": 4, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
 _QWEN_IDS = {
@@ -96,8 +103,12 @@ class Item:
     """An image, a video of two frames, or a sound. The same seed gives the same."""
 
     seed: int
-    wide: bool = False
+    grid: tuple[int, int] = (4, 4)  # of patches, where images have any size
     video: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return math.prod(self.grid) // 4 * (1 + self.video)
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -118,9 +129,7 @@ def _tokens(name: str, item: Item) -> list[int]:
     if name == "Qwen2Audio":
         return [AUDIO] * 8
     if name.startswith("Qwen"):
-        frame = [IMAGE] * (6 if item.wide else 4)
-        frames = [VIDEO] * 8
-        return [START, *(frames if item.video else frame), END]
+        return [START, *[VIDEO if item.video else IMAGE] * item.num_tokens, END]
     return [START, *[IMAGE] * 4, END]
 
 
@@ -146,7 +155,7 @@ def _features(name: str, items: list[Item]) -> dict[str, torch.Tensor]:
         ("pixel_values_videos", "video_grid_thw", True),
     ):
         chosen = [item for item in items if item.video is is_video]
-        grid = torch.tensor([[2 if is_video else 1, 4, 6 if item.wide else 4] for item in chosen])
+        grid = torch.tensor([[1 + is_video, *item.grid] for item in chosen])
         if chosen:
             patches = [_noise(item, int(rows), 3 * 2 * 4 * 4) for item, rows in zip(chosen, grid.prod(-1), strict=True)]
             features |= {feature: torch.cat(patches), grid_name: grid}
@@ -166,19 +175,14 @@ def encoded(model: PreTrainedModel) -> Iterator[list[int]]:
     ]  # fmt: skip
     assert len(towers) == 1
     runs: list[int] = []
-
-    def note(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is towers[0]:
-            runs.append(len(args[0] if args else next(iter(kwargs.values()))))
-
-    # A global hook, with keyword arguments: torch has it on modules only, so the call itself is wrapped.
     original = torch.nn.Module.__call__
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        note(self, args, kwargs)
+        if self is towers[0]:
+            runs.append(len(args[0] if args else next(iter(kwargs.values()))))
         return original(self, *args, **kwargs)
 
-    torch.nn.Module.__call__ = call
+    torch.nn.Module.__call__ = call  # torch's global hooks do not see keyword arguments
     try:
         yield runs
     finally:
