@@ -137,8 +137,9 @@ class Content:
     def defer(cls, model: Any, model_kwargs: dict[str, Any], rows: int, encode: Callable[[dict[str, Any]], Any]) -> Self | None:
         """Take the content out before generate() encodes it; None where it would not, or with arguments not known here."""
         known = {name for modality in KINDS.get(model.config.model_type, ()) for name in modality.arguments}
+        known |= {*compat.PLAIN_MODEL_ARGUMENTS, *compat.OUTPUT_ARGUMENTS, *_TYPES}
         passed = {name for name, value in model_kwargs.items() if not is_absent(value)}
-        if not model._supports_mm_encoder_outputs() or passed - known - compat.PLAIN_MODEL_ARGUMENTS - {*_TYPES}:
+        if not model._supports_mm_encoder_outputs() or passed - known:
             return None
         return cls.take(model, model_kwargs, rows, encode)
 
@@ -300,8 +301,9 @@ def refuse_encoded(before: dict[str, Any], after: dict[str, Any]) -> Refusal | N
     """Refuse arguments that generate() encoded: what came out does not tell what went in."""
     if is_absent(after.get("mm_encoder_outputs")):
         return None
-    names = ", ".join(sorted(name for name, value in before.items() if not is_absent(value) and name not in after))
-    return Refusal(MissReason.UNKNOWN_CONTENT, f"the call passes {names}, which token ids do not tell")
+    names = sorted(name for name, value in before.items() if not is_absent(value) and name not in after)
+    why = f"the call passes {', '.join(names or ['mm_encoder_outputs'])}, which token ids do not tell"
+    return Refusal(MissReason.UNKNOWN_CONTENT, why)
 
 
 def refuse_by_hand(model: PreTrainedModel, input_ids: Any) -> Refusal | None:
