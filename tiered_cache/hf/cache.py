@@ -341,7 +341,7 @@ class TieredCache(DynamicCache):
         """Hold the longest known prefix: (its columns, tokens by tier, why it is not all but one)."""
         binding = self._bound
         assert binding.identity is not None
-        limit = prompt.end(prompt.length - 1)  # one token is left to compute: its logits are wanted
+        limit = prompt.length - 1  # one token is left to compute: its logits are wanted
         kept = resident.serves(prompt.repeat(expand), binding, limit)
         matches = binding.match(prompt, self._by_hand)
         try:

@@ -329,8 +329,7 @@ def positions_follow(model: PreTrainedModel, prompt: Columns, position_ids: torc
 
 
 def _is_known(model: PreTrainedModel) -> bool:
-    is_stock = type(model).__module__.startswith("transformers.")
-    return is_stock and model.config.model_type in KINDS and not compat.is_bidirectional(model.config)
+    return type(model).__module__.startswith("transformers.") and model.config.model_type in KINDS
 
 
 def _placeholder(model: PreTrainedModel, modality: Modality) -> int:
