@@ -81,6 +81,12 @@ def patches(name: str) -> int:
     return 16 if name in NUMBERED_IN_3D else 1
 
 
+def without_marks(given: dict[str, Any]) -> dict[str, Any]:
+    """Take out the tokens before and after each image, so that images are side by side."""
+    kept = ~torch.isin(given["input_ids"][0], torch.tensor([START, END]))
+    return {key: value if key == "pixel_values" else value[:, kept] for key, value in given.items()}
+
+
 def before_content(name: str, columns: int) -> int:
     """Return what is reused of a prompt up to its first placeholder, at `columns`, where content is still to be fed."""
     return 0 if name.lower() in compat.CONTENT_FROM_EMPTY else columns
@@ -167,6 +173,15 @@ def test_half_of_an_image_in_a_window(stack: TierStack) -> None:
     check("Gemma3", given, stack, before_content("Gemma3", 46), 1)
 
 
+@pytest.mark.parametrize("kind", ["main", "side"])
+def test_most_of_a_long_run_in_a_window(kind: str, stack: TierStack) -> None:
+    """What is read of a window is that before where the prefix ends in the end."""
+    given = without_marks(request("Gemma3", [text(53, 0), A, B, C, text(9, 1)]))  # at columns 53 to 65
+    check("Gemma3", given, stack, 0, 3)
+    drop_pieces(stack, kind, lambda place: place < 64)
+    check("Gemma3", given, stack, before_content("Gemma3", 53), 3)
+
+
 # --- several items --------------------------------------------------------------------------------------------------------
 
 
@@ -206,9 +221,7 @@ def test_images_without_tokens_between_them(name: str, stack: TierStack) -> None
     """Where attention goes both ways in a stretch of images, they see each other: reused together."""
     start = before_content(name, 20)
     for images, question, cached in (([A, B], 1, 0), ([A, B], 2, 28), ([A, C], 1, start), ([C, B], 1, start)):
-        given = request(name, [text(20, 0), *images, text(9, question)])
-        kept = ~torch.isin(given["input_ids"][0], torch.tensor([START, END]))
-        given = {key: value if key == "pixel_values" else value[:, kept] for key, value in given.items()}
+        given = without_marks(request(name, [text(20, 0), *images, text(9, question)]))
         check(name, given, stack, cached, 0 if cached == 28 else 2)
 
 

@@ -31,9 +31,9 @@ _IGNORED_CONFIG = frozenset(
 _SAMPLES = 16  # elements of each tensor looked at in every call
 _SETTINGS = frozenset({int, float, bool, str})  # plain attributes of modules that may change what they compute
 _VOLATILE = frozenset(
-    {"training", "name_or_path", "max_seq_len_cached", "_is_hf_initialized", "_active_adapter", "_disable_adapters",
-     "_output_capturing_hooks_installed"}
-)  # fmt: skip
+    {"training", "name_or_path", "max_seq_len_cached", "_is_hf_initialized", "_active_adapter", "_disable_adapters"}
+) | {"_output_capturing_hooks_installed"}
+_COLLECTORS = "transformers.utils.output_capturing"  # puts hooks on at the first call that needs them; they only collect
 
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate"})  # a version says what their code is
 _LOCAL = "of this process "
@@ -288,7 +288,8 @@ def _module_state(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[object,
     for name, module in modules.items():
         own = module.__dict__
         settings = [item for item in own.items() if type(item[1]) in _SETTINGS and item[0] not in _VOLATILE]
-        replaced = [*own["_forward_pre_hooks"].values(), *filter(_may_change, own["_forward_hooks"].values())]
+        after = [hook for hook in own["_forward_hooks"].values() if getattr(hook, "__module__", None) != _COLLECTORS]
+        replaced = [*own["_forward_pre_hooks"].values(), *after]
         if "forward" in own and "_hf_hook" not in own:  # accelerate only moves tensors
             replaced.append(own["forward"])
         prepares = own.get("prepare_inputs_for_generation")
@@ -298,11 +299,6 @@ def _module_state(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[object,
         if hasattr(type(module), "merged_adapters"):
             adapters = _adapter_state(module)
         yield (name, type(module).__qualname__, settings, [_state_of(function) for function in replaced], adapters)
-
-
-def _may_change(hook: Any) -> bool:
-    """Say whether a hook may change what a module returns: transformers puts some on by itself that only collect it."""
-    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
 
 
 def _code(cls: Any) -> str:

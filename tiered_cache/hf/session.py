@@ -304,12 +304,8 @@ class Session:
         passed = input_ids.shape[1]
         held = self._resident.columns
         earlier = covered_columns(input_ids, generation_config, model_kwargs) - passed
-        if (
-            held is None
-            or held.solid
-            or not held.length == self._resident.length == earlier
-            or held.rows * self._expand != len(input_ids)
-        ):
+        fits = held is not None and held.length == self._resident.length == earlier
+        if held is None or not fits or held.solid or held.rows * self._expand != len(input_ids):
             raise self._needs_all_tokens()
         held = held.repeat(self._expand)
         positions = model_kwargs.get("position_ids")
