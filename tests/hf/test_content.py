@@ -15,6 +15,7 @@ from tests.hf.test_disk import Disk
 from tests.hf.test_disk import disk as disk
 from tiered_cache import ConfigError, MissReason, TieredCache, TierStack, disable, enable, warm
 from tiered_cache.hf import compat, content
+from tiered_cache.hf.columns import Columns
 
 SEEING = ("Llava", "Gemma3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
 NUMBERED_IN_3D = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
@@ -666,6 +667,84 @@ def test_by_hand(name: str, stack: TierStack) -> None:
         assert cache.usage.miss_reason is MissReason.UNKNOWN_CONTENT
     assert warm(tiny(name), given["input_ids"], stack=stack).created_tokens == 0
     check(name, request(name, [text(20, 0), A, text(9, 1)]), stack, given["input_ids"].shape[1] - 1, 0)
+
+
+@pytest.mark.parametrize("name", NUMBERED_IN_3D)
+def test_text_by_hand_after_an_image(name: str, stack: TierStack) -> None:
+    """A forward by hand on a cache adds what the last image shortened: nothing is reused or stored."""
+    model, ids = tiny(name), torch.tensor([text(30, 0)])
+    check(name, [[text(30, 0)]], stack, 0, 0)
+    run(model, None, **request(name, [text(3, 1), A, text(5, 2)]))
+    cache = TieredCache(stack)
+    assert cache.restore(model, ids) == 0
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.commit(ids)
+    assert cache.usage.created_tokens == 0
+
+
+def test_pads_that_are_placeholders(stack: TierStack) -> None:
+    """They stand for nothing: they are masked."""
+    given = request("Llava", [text(20, 0), A, text(9, 1)], [text(12, 1), B, text(9, 2)])
+    check("Llava", given, stack, 0, 2)
+    keyed = content.Content(tiny("Llava"), {"pixel_values": given["pixel_values"]}, 2, None)
+    ids = given["input_ids"].masked_fill(given["attention_mask"] == 0, IMAGE)
+    prompt = keyed.key(Columns.of(ids, given["attention_mask"]), {})
+    assert isinstance(prompt, Columns)
+    assert prompt.solid == ((21, 25),)
+
+
+def test_embeddings_and_an_image(stack: TierStack) -> None:
+    model = tiny("Llava")
+    given = request("Llava", [text(20, 0), A, text(9, 1)])
+    embeds = model.get_input_embeddings()(given["input_ids"]).detach()
+    options = {"inputs_embeds": embeds, "pixel_values": given["pixel_values"]}
+    cold = run(model, None, **options)
+    for _ in range(2):
+        cache = TieredCache(stack)
+        assert_same(run(model, None, **options, past_key_values=cache), cold)
+        assert (cache.usage.cached_tokens, cache.usage.created_tokens) == (0, 0)
+
+
+def test_grids_without_pixels(stack: TierStack) -> None:
+    """They number the tokens that the types mark."""
+    given = request("Qwen2VL", [text(20, 0), A, text(9, 1)])
+    check("Qwen2VL", given, stack, 0, 1)
+    refused("Qwen2VL", given | {"video_grid_thw": given["image_grid_thw"]}, stack, "video_grid_thw")
+    del given["pixel_values"]
+    refused("Qwen2VL", given, stack, "mm_token_type_ids")
+
+
+def test_lists_instead_of_tensors(stack: TierStack) -> None:
+    given = request("Qwen2_5_VL", [text(20, 0), Item(5, video=True), text(9, 1)])
+    given["second_per_grid_ts"] = [1.5]
+    refused("Qwen2_5_VL", given, stack, "second_per_grid_ts")
+    given["second_per_grid_ts"] = torch.tensor([1.5])
+    cold = run(tiny("Qwen2_5_VL"), None, **given)
+    for cached in (0, 38):
+        cache = TieredCache(stack)
+        assert_same(run(tiny("Qwen2_5_VL"), None, **given, past_key_values=cache), cold)
+        assert cache.usage.cached_tokens == cached
+    given["second_per_grid_ts"] = torch.tensor([3.0])
+    cache = TieredCache(stack)
+    cold = run(tiny("Qwen2_5_VL"), None, **given)
+    assert_same(run(tiny("Qwen2_5_VL"), None, **given, past_key_values=cache), cold)
+    assert cache.usage.cached_tokens == 21
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"image_grid_thw": torch.tensor([[1, 4, 8], [1, 4, 4]])}, {"image_sizes": torch.tensor([[8, 8], [8, 8]])}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_items_whose_sums_do_not_fit(wrong: dict[str, Any], stack: TierStack) -> None:
+    """Then it is not certain which features are whose, and they are reused together."""
+    name = "Llava" if "image_sizes" in wrong else "Qwen2VL"
+    given = request(name, [text(20, 0), A, text(5, 1), B, text(9, 1)])
+    arguments = {key: given[key] for key in ("pixel_values", "image_grid_thw") if key in given} | wrong
+    keyed = content.Content(tiny(name), arguments, 1, None).key(Columns.of(given["input_ids"], None), {})
+    assert isinstance(keyed, Columns)
+    assert keyed.solid == ((21, 36),)
 
 
 # --- at random ------------------------------------------------------------------------------------------------------------

@@ -301,8 +301,9 @@ def refuse_encoded(before: dict[str, Any], after: dict[str, Any]) -> Refusal | N
     """Refuse arguments that generate() encoded: what came out does not tell what went in."""
     if is_absent(after.get("mm_encoder_outputs")):
         return None
-    names = sorted(name for name, value in before.items() if not is_absent(value) and name not in after)
-    why = f"the call passes {', '.join(names or ['mm_encoder_outputs'])}, which token ids do not tell"
+    passed = {name for name, value in before.items() if not is_absent(value)}
+    names = sorted(passed - compat.PLAIN_MODEL_ARGUMENTS - {*_TYPES})
+    why = f"the call passes {', '.join(names)}, which token ids do not tell"
     return Refusal(MissReason.UNKNOWN_CONTENT, why)
 
 
