@@ -14,7 +14,7 @@ from tests.hf.harness import assert_consistent, assert_same, drop_pieces, forwar
 from tests.hf.test_disk import Disk
 from tests.hf.test_disk import disk as disk
 from tiered_cache import ConfigError, MissReason, TieredCache, TierStack, disable, enable, warm
-from tiered_cache.hf import compat, content
+from tiered_cache.hf import compat, content, identity
 from tiered_cache.hf.columns import Columns
 
 SEEING = ("Llava", "Gemma3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
@@ -260,6 +260,23 @@ def test_a_video_in_frames(stack: TierStack) -> None:
         with encoded(model) as encodings:
             assert_same(run(model, None, **given, past_key_values=cache), cold)
         assert (cache.usage.cached_tokens, sum(encodings)) == (cached + (cached == 33), patches)
+
+
+def test_the_front_of_content_that_belongs_together(stack: TierStack) -> None:
+    """Only the first sound, or the first frame, is stored: both are computed."""
+    given = request("Qwen2Audio", [text(20, 0), A, text(9, 1), B, text(5, 2)])  # sounds end at 28 and at 45
+    check("Qwen2Audio", given, stack, 0, 2)
+    drop_pieces(stack, "main", lambda place: place < 32)
+    check("Qwen2Audio", given, stack, 20, 2)
+    given = request("Qwen3VL", [text(24, 0), Item(5, video=True), text(9, 1)])
+    ids = given["input_ids"][0].tolist()
+    ids[29:29] = [END, *text(2, 9), START]  # frames end at 29 and at 37
+    given["input_ids"] = torch.tensor([ids])
+    given["mm_token_type_ids"] = 2 * (given["input_ids"] == VIDEO).long()
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    check("Qwen3VL", given, stack, 0, 2)
+    drop_pieces(stack, "main", lambda place: place < 32)
+    check("Qwen3VL", given, stack, 25, 2)
 
 
 # --- chats ----------------------------------------------------------------------------------------------------------------
@@ -649,6 +666,28 @@ def test_only_the_new_tokens(name: str, stack: TierStack) -> None:
     check(name, given, stack, given["input_ids"].shape[1] - 1, 0, cache=cache)
 
 
+def test_only_the_new_tokens_with_an_image(stack: TierStack) -> None:
+    cache = TieredCache(stack)
+    check("Llava", [[text(30, 0)]], stack, 0, 0, cache=cache)
+    new = request("Llava", [B, text(5, 2)])
+    new["attention_mask"] = torch.ones(1, 34 + new["input_ids"].shape[1], dtype=torch.long)
+    with pytest.raises(ConfigError, match="whole conversation"):
+        run(tiny("Llava"), None, **new, past_key_values=cache)
+
+
+def test_hooks_that_transformers_puts_on_by_itself() -> None:
+    """At the first call that collects hidden states, as a tower's always does: the model is the same before and after."""
+    model = tiny.__wrapped__("Llava")
+    before = identity.identify(model)
+    run(model, None, **request("Llava", [text(20, 0), A, text(9, 1)]))
+    assert before is not None
+    assert identity.is_unchanged(model, before)
+    after = identity.identify(model)
+    assert after is not None
+    assert after.is_portable
+    assert after.digest == before.digest
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_by_hand(name: str, stack: TierStack) -> None:
     """restore() is given tokens only."""
@@ -698,7 +737,7 @@ def test_embeddings_and_an_image(stack: TierStack) -> None:
     model = tiny("Llava")
     given = request("Llava", [text(20, 0), A, text(9, 1)])
     embeds = model.get_input_embeddings()(given["input_ids"]).detach()
-    options = {"inputs_embeds": embeds, "pixel_values": given["pixel_values"]}
+    options = {"inputs_embeds": embeds, "pixel_values": given["pixel_values"], "num_beams": 2}
     cold = run(model, None, **options)
     for _ in range(2):
         cache = TieredCache(stack)

@@ -178,7 +178,7 @@ class Session:
     ) -> Any:
         cache = self._cache
         if self._stage is not Stage.OPENED:  # a decoding method that generates more than once: from scratch each time
-            self._plain, self._covered, self._prompt, cache.columns = False, 0, None, None
+            self._plain, self._prompt, cache.columns = False, None, None
             if covered_columns(input_ids, generation_config, model_kwargs) == input_ids.shape[1]:
                 cache.layers = cache.fresh_layers()
             return call(input_ids, generation_config, model_kwargs, *args, **kwargs)
