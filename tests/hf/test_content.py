@@ -773,7 +773,7 @@ def test_lists_instead_of_tensors(stack: TierStack) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"image_grid_thw": torch.tensor([[1, 4, 8], [1, 4, 4]])}, {"image_sizes": torch.tensor([[8, 8], [8, 8]])}],
+    [{"image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]])}, {"image_sizes": torch.tensor([[8, 8], [8, 8]])}],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_items_whose_sums_do_not_fit(wrong: dict[str, Any], stack: TierStack) -> None:
