@@ -162,7 +162,7 @@ class Binding:
 
     def usable(self, prompt: Columns, matches: Sequence[Match], limit: int) -> int:
         """Return how many columns, up to `limit`, every row can restore: the window before their end is stored too."""
-        columns = min([limit, *(pad + match.num_tokens for pad, match in zip(prompt.pads, matches, strict=True))])
+        columns = prompt.end(min([limit, *(pad + match.num_tokens for pad, match in zip(prompt.pads, matches, strict=True))]))
         while columns > min(prompt.pads):  # more than pads
             reach = [
                 pad + match.usable(columns - pad) if columns > pad else columns
@@ -170,7 +170,7 @@ class Binding:
             ]
             if min(reach) == columns:
                 return columns
-            columns = min(reach)
+            columns = prompt.end(min(reach))
         return 0
 
     def load(self, prompt: Columns, expand: int, matches: Sequence[Match], columns: int) -> Loaded:
@@ -220,6 +220,7 @@ class Binding:
                 left[row], served_by_row[row] = fetched.match, fetched.served
                 is_complete &= fetched.is_complete
                 reached = min(reached, pad + fetched.num_tokens)
+        reached = prompt.end(reached)
         if not is_complete and (window or reached <= min(prompt.pads)):
             return Loaded(0, {}, left)
         if isinstance(layout.side, SnapshotLayout):
@@ -317,8 +318,6 @@ class Binding:
         if model.config.model_type in compat.NOT_CONTINUING:
             why = f"{model.config.model_type} in transformers cannot continue from a prefix"
             return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
-        if compat.keeps_state(model):
-            return Refusal(MissReason.UNKNOWN_CONTENT, "the model keeps something of earlier requests on itself")
         if compat.has_virtual_tokens(model):
             return Refusal(MissReason.UNKNOWN_CONTENT, "PEFT puts learned virtual tokens in front of the prompt")
         if compat.is_bidirectional(model.config):

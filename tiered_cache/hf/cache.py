@@ -20,6 +20,7 @@ from tiered_cache.errors import CacheInUseError, ConfigError, TieredCacheError
 from tiered_cache.hf import compat
 from tiered_cache.hf.binding import Binding
 from tiered_cache.hf.columns import Columns, count_tokens
+from tiered_cache.hf.content import refuse_by_hand
 from tiered_cache.hf.explain import Refusal, describe, why_not_more
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, begin_forward
 from tiered_cache.hf.prefill import split_points
@@ -114,7 +115,7 @@ class TieredCache(DynamicCache):
         compat.check_decoder(model)
         prompt = Columns.of(input_ids, attention_mask)
         resident = self.take_out()
-        refusal = self.bind(model, by_hand=True)
+        refusal = self.bind(model, by_hand=True) or refuse_by_hand(model, input_ids)
         self._fed = prompt
         columns = self.reuse(prompt, count_tokens(input_ids, attention_mask), 1, resident, refusal, at_once=False)
         self.stack.record(self.usage)
@@ -222,6 +223,11 @@ class TieredCache(DynamicCache):
         snaps = prompt is not None and self._may_store and self._bound.takes_snapshots
         self.split_points = split_points(prompt, columns, known) if prompt is not None and snaps else []
         return columns
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """Say whether a hit on this model can end only where a snapshot was taken."""
+        return self._bound.takes_snapshots
 
     def take_snapshot(self) -> None:
         """Keep what recurrent layers hold now, to be stored with the columns so far."""

@@ -26,10 +26,18 @@ def refuse_class(model: PreTrainedModel) -> Refusal | None:
 
 
 def refuse_call(
-    input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: object
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    mode: object,
+    plain: frozenset[str] = frozenset(),
 ) -> list[Refusal]:
-    """Refuse what makes K/V depend on more than tokens and mask, and ways of decoding that need the prompt's own forward."""
-    passed = {name for name, value in model_kwargs.items() if not _is_absent(value)}
+    """Refuse what makes K/V depend on more than tokens and mask, and ways of decoding that need the prompt's own forward.
+
+    Args:
+        plain: arguments that make no difference here, beyond those that never do.
+    """
+    passed = {name for name, value in model_kwargs.items() if not is_absent(value)}
     refusals = []
     if mode not in compat.REUSING_MODES:
         refusals.append(Refusal(MissReason.DISABLED_CALL, "this way of decoding does not continue from a cache"))
@@ -39,7 +47,7 @@ def refuse_call(
     if passed & set(compat.OUTPUT_ARGUMENTS) or generation_config.output_attentions or generation_config.output_hidden_states:
         why = "attentions or hidden states of the whole prompt were asked for"
         refusals.append(Refusal(MissReason.OUTPUTS_REQUESTED, why, stores=True))
-    others = sorted(passed - compat.PLAIN_MODEL_ARGUMENTS - set(compat.OUTPUT_ARGUMENTS))
+    others = sorted(passed - compat.PLAIN_MODEL_ARGUMENTS - plain - set(compat.OUTPUT_ARGUMENTS))
     if others:
         refusals.append(
             Refusal(MissReason.UNKNOWN_CONTENT, f"the call passes {', '.join(others)}, which token ids do not tell")
@@ -49,7 +57,8 @@ def refuse_call(
     return refusals
 
 
-def _is_absent(value: Any) -> bool:
+def is_absent(value: Any) -> bool:
+    """Say whether an argument makes no difference: nothing, False, or an empty collection."""
     return value is None or value is False or (isinstance(value, dict | list | tuple) and not value)
 
 

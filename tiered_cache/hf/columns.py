@@ -9,16 +9,21 @@ from typing import Self
 
 import numpy as np
 import torch
+from transformers import GenerationConfig
 
 from tiered_cache.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Token ids `[B, T]` on the host, and how many left pads each row begins with."""
+    """Token ids `[B, T]` on the host, how many left pads each row begins with, and within which columns no prefix may end.
+
+    Ids below zero stand for content (see content).
+    """
 
     ids: np.ndarray
     pads: tuple[int, ...]
+    solid: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Self | None:
@@ -64,11 +69,11 @@ class Columns:
 
     def cut(self, length: int) -> Self:
         """Keep the first `length` columns."""
-        return type(self)(self.ids[:, :length], self.pads)
+        return type(self)(self.ids[:, :length], self.pads, self.solid)
 
     def take(self, rows: Sequence[int]) -> Self:
         """Return the given rows, in their order."""
-        return type(self)(self.ids[list(rows)], tuple(self.pads[row] for row in rows))
+        return type(self)(self.ids[list(rows)], tuple(self.pads[row] for row in rows), self.solid)
 
     def repeat(self, times: int) -> Self:
         """Repeat each row `times` times, as generate() expands its inputs for beams and samples."""
@@ -76,7 +81,14 @@ class Columns:
 
     def extend(self, ids: np.ndarray) -> Self:
         """Append the columns `ids` `[B, t]`."""
-        return type(self)(np.concatenate([self.ids, ids], axis=1), self.pads)
+        return type(self)(np.concatenate([self.ids, ids], axis=1), self.pads, self.solid)
+
+    def end(self, length: int) -> int:
+        """Return where a restored prefix of up to `length` columns may end."""
+        for start, stop in sorted(self.solid, reverse=True):
+            if start < length < stop:
+                length = start
+        return length
 
     def shared(self, other: "Columns") -> int:
         """Return how many leading columns are the same in both: same pads, same tokens, in every row."""
@@ -87,6 +99,29 @@ class Columns:
         equal |= np.arange(length) < np.array(self.pads)[:, None]
         different = ~equal.all(axis=0)
         return int(different.argmax()) if different.any() else length
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """The `token` that generate() puts after a row that ended early, if any, and whether it is also what ends a row."""
+
+    token: int | None
+    ends: bool = False
+
+    @classmethod
+    def of(cls, generation_config: GenerationConfig) -> Self:
+        """Read it from a generation config that generate() has prepared."""
+        pad, ends = (getattr(generation_config, name, None) for name in ("_pad_token_tensor", "_eos_token_tensor"))
+        if pad is None:
+            return cls(None)
+        return cls(int(pad), ends is not None and bool((ends == pad.to(ends.device)).any()))
+
+    def end_of(self, row: np.ndarray, start: int) -> int:
+        """Return the column after a row's own last token, at least `start`: what follows an early end is padding."""
+        end = len(row)
+        while end > start and row[end - 1] == self.token:
+            end -= 1
+        return end + 1 if end < len(row) and self.ends else end
 
 
 def count_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> int:

@@ -44,6 +44,11 @@ NOT_CONTINUING = frozenset(
 # Models that count positions from the attention mask by themselves, or have none. Others get them from generate(), if at all.
 POSITIONS_FROM_MASK = frozenset({"bloom", "falcon_mamba", "mamba", "mamba2", "opt"})
 
+# Models whose mask over content is wrong on a cache that holds something, at some of the supported releases.
+CONTENT_FROM_EMPTY = frozenset() if Version("5.24") <= VERSION else frozenset({"gemma3"})
+# generate() encodes images by this, before the prefill, from some release on.
+ENCODING = "_maybe_prepare_encoder_kwargs_for_generation"
+
 REUSING_MODES = frozenset(
     {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE}
 )

@@ -51,7 +51,7 @@ def disable() -> None:
 
 def install() -> None:
     """Put the hooks on GenerationMixin, unless they are there. TieredCache() does this by itself."""
-    for name, wrap in (("generate", _hook_generate), ("_prefill", _hook_prefill)):
+    for name, wrap in _hooks():
         for function in _chain(getattr(GenerationMixin, name)):
             if _is_hook(function) and function.__globals__ is globals():
                 function.active = True
@@ -70,7 +70,7 @@ def uninstall() -> None:
     A TieredCache made before is refused by generate() from then on; making a new one installs the hooks again.
     """
     disable()
-    for name in ("generate", "_prefill"):
+    for name, _ in _hooks():
         for function in _chain(getattr(GenerationMixin, name)):
             if _is_hook(function):
                 function.active = False
@@ -115,6 +115,25 @@ def _hook_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
     return _marked(_prefill)
 
 
+def _hook_encoding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def encode(
+        self: PreTrainedModel, inputs_tensor: Any, model_kwargs: Any, model_input_name: Any, generation_config: Any
+    ) -> Any:
+        cache = model_kwargs.get(compat.CACHE_ARGUMENT)
+        is_ours = encode.active and _is_tiered(cache) and cache.session is not None  # type: ignore[attr-defined]
+        if not is_ours or not cache.session.encloses_this():
+            return original(self, inputs_tensor, model_kwargs, model_input_name, generation_config)
+        return cache.session.encode(original, inputs_tensor, model_kwargs, model_input_name, generation_config)
+
+    return _marked(encode)
+
+
+def _hooks() -> list[tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]]:
+    hooks = [("generate", _hook_generate), ("_prefill", _hook_prefill), (compat.ENCODING, _hook_encoding)]
+    return [(name, wrap) for name, wrap in hooks if hasattr(GenerationMixin, name)]
+
+
 def _generate(original: Callable[..., Any], model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one generate() call, with a session if it has a TieredCache."""
     given = [kwargs[name] for name in compat.CACHE_ARGUMENTS if kwargs.get(name) is not None]
@@ -133,7 +152,8 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, args: tuple[
     custom = compat.generate_argument(args, kwargs, "custom_generate")
     refusal = Refusal(MissReason.DISABLED_CALL, "custom_generate does its own decoding") if custom is not None else None
     assistant = compat.generate_argument(args, kwargs, "assistant_model")
-    session = Session(model, cache, automatic=automatic, refusal=refusal, assistant=assistant)
+    own_positions = kwargs.get("position_ids") is None
+    session = Session(model, cache, automatic=automatic, refusal=refusal, assistant=assistant, own_positions=own_positions)
     try:
         session.open(*_count_prompt(args, kwargs))
     except Exception:

@@ -30,7 +30,8 @@ _IGNORED_CONFIG = frozenset(
 )  # fmt: skip
 _VOLATILE = frozenset(
     {"training", "name_or_path", "max_seq_len_cached", "_is_hf_initialized", "_active_adapter", "_disable_adapters"}
-)
+) | {"_output_capturing_hooks_installed"}
+_COLLECTORS = "transformers.utils.output_capturing"  # puts hooks on at the first call that needs them; they only collect
 
 _lock = threading.Lock()
 _memories: "weakref.WeakKeyDictionary[PreTrainedModel, _Memory]" = weakref.WeakKeyDictionary()
@@ -199,7 +200,8 @@ def _module_state(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[object,
     for name, module in modules.items():
         own = module.__dict__
         settings = [item for item in own.items() if type(item[1]) in SETTINGS and item[0] not in _VOLATILE]
-        replaced = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
+        after = [hook for hook in own["_forward_hooks"].values() if getattr(hook, "__module__", None) != _COLLECTORS]
+        replaced = [*own["_forward_pre_hooks"].values(), *after]
         if "forward" in own:
             replaced += replaces_forward(module)
         prepares = own.get("prepare_inputs_for_generation")

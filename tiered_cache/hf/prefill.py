@@ -1,9 +1,9 @@
 """Where a prefill is split, so that what layers keep in place of tokens can be kept at that point.
 
-Owns the points and the arguments of each part. Refuses to own the forwards themselves (session) and snapshots (binding).
+Owns the points, and the arguments of each part. Refuses to own what a prefill is (session) and snapshots (binding).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,30 @@ def split_points(prompt: Columns, reused: int, known: Sequence[int]) -> list[int
     return [*branches[-MAX_BRANCHES:], *([last] if last > max(reused, max(prompt.pads)) else [])]
 
 
-def part_of(model_kwargs: dict[str, Any], rows: int, stop: int, device: torch.device) -> dict[str, Any]:
+def feed(
+    call: Callable[[torch.Tensor, dict[str, Any]], Any],
+    ids: torch.Tensor,
+    model_kwargs: dict[str, Any],
+    points: Sequence[int],
+    held: int | None,
+    note: Callable[[], None],
+) -> Any:
+    """Run a prefill up to each of `points` in turn, then to its end; return what that returns.
+
+    Args:
+        call: generate()'s prefill of ids `[B, t]`, given arguments.
+        held: columns the cache holds, where generate() does not leave them out of ids by itself; else None.
+        note: called after each part but the last.
+    """
+    start = held or 0
+    for stop in points:
+        call(ids[:, start:stop], _part_of(model_kwargs, len(ids), stop, ids.device))
+        note()
+        start = 0 if held is None else stop
+    return call(ids[:, start:], model_kwargs)
+
+
+def _part_of(model_kwargs: dict[str, Any], rows: int, stop: int, device: torch.device) -> dict[str, Any]:
     """Return the arguments of a forward that ends at column `stop`, for ids `[rows, ...]` from the first column on."""
     part = dict(model_kwargs)
     mask, positions = part.get("attention_mask"), part.get("position_ids")

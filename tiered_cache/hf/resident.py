@@ -26,7 +26,7 @@ class Resident:
         if self.columns is None or self.binding is None or not self.binding.computed_as(binding):
             return 0
         whole = min(lengths(self.layers), default=0)
-        columns = min(self.columns.shared(prompt), whole, limit, self.binding.room(self.columns))
+        columns = prompt.end(min(self.columns.shared(prompt), whole, limit, self.binding.room(self.columns)))
         if is_stateful(self.layers) and columns < self.length:  # a state goes forward only
             return 0
         return columns if all(layer.can_truncate(columns) for layer in self.layers if hasattr(layer, "can_truncate")) else 0

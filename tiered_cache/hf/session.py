@@ -20,10 +20,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from tiered_cache.errors import CacheInUseError, ConfigError
 from tiered_cache.hf import compat
 from tiered_cache.hf.cache import TieredCache
-from tiered_cache.hf.checks import check_length, covered_columns, has_plain_positions, refuse_call, refuse_class
-from tiered_cache.hf.columns import Columns, count_tokens
+from tiered_cache.hf.checks import check_length, covered_columns, refuse_call, refuse_class
+from tiered_cache.hf.columns import Columns, Padding, count_tokens
+from tiered_cache.hf.content import Content, plain_arguments, positions_follow, refuse_encoded, refuse_state
 from tiered_cache.hf.explain import Refusal
-from tiered_cache.hf.prefill import part_of
+from tiered_cache.hf.prefill import feed
 from tiered_cache.hf.resident import Resident
 from tiered_cache.hf.shapes import lengths, side_layers
 from tiered_cache.usage import MissReason, Usage
@@ -50,6 +51,7 @@ class Session:
         automatic: the cache was put in by enable(): then the session steps aside where it would have to complain.
         refusal: why this call may not reuse anything, if that is known before it starts.
         assistant: the call's assistant model, if any.
+        own_positions: the call passes no position_ids, so that those seen are generate()'s own.
     """
 
     def __init__(
@@ -60,12 +62,16 @@ class Session:
         automatic: bool = False,
         refusal: Refusal | None = None,
         assistant: PreTrainedModel | None = None,
+        own_positions: bool = False,
     ) -> None:
         self._model = model
         self._cache = cache
         self._automatic = automatic
         self._refusal = refusal
         self._assistant = assistant
+        self._own_positions = own_positions
+        self._content: Content | None = None  # until it is fed
+        self._covered = 0  # columns that were restored
         self._thread = threading.get_ident()
         self._frame: FrameType | None = None
         self._stage = Stage.OPENED
@@ -76,8 +82,7 @@ class Session:
         self._passed = np.empty((0, 0), np.int64)  # the ids generate() works on, rows expanded
         self._expand = 1
         self._beams = False
-        self._padding: int | None = None  # what follows a row that ended early
-        self._padding_ends = False  # ... which is also what ends a row
+        self._padding = Padding(None)
 
     def open(self, prompt_tokens: int, only_new_tokens: bool) -> None:
         """Take the cache, for as long as the caller runs. Raises CacheInUseError or UnsupportedModelError.
@@ -101,7 +106,7 @@ class Session:
         try:
             compat.check_decoder(self._model)
             self._resident = cache.take_out()
-            self._refusal = self._refusal or refuse_class(self._model)
+            self._refusal = self._refusal or refuse_class(self._model) or refuse_state(self._model)
             self._bound_refusal = cache.bind(self._model)
         except BaseException:
             if hasattr(self, "_resident"):
@@ -129,6 +134,19 @@ class Session:
         """Say whether the call is under way: on another thread, or further up on this one."""
         return self._thread != threading.get_ident() or self.encloses_this()
 
+    def encode(
+        self, original: Callable[..., Any], inputs: torch.Tensor, model_kwargs: dict[str, Any], input_name: str, config: Any
+    ) -> Any:
+        """Run the step of generate() that encodes images, but without those that `_feed` may find held already."""
+        call = functools.partial(original, self._model, inputs, model_input_name=input_name, generation_config=config)
+        before = model_kwargs.copy()
+        if config.get_generation_mode(self._assistant) in compat.REUSING_MODES and input_name == "input_ids":
+            self._content = Content.defer(self._model, model_kwargs, len(inputs), call)
+        after = call(model_kwargs)
+        if self._content is None:
+            self._refusal = self._refusal or refuse_encoded(before, after)
+        return after
+
     # --- prefill ----------------------------------------------------------------------------------------------------
 
     def prefill(
@@ -141,7 +159,7 @@ class Session:
         **kwargs: Any,
     ) -> Any:
         """Run generate()'s `_prefill` on a cache that holds the prompt's longest known prefix. generate() slices by itself."""
-        call = functools.partial(original, self._model)
+        call = functools.partial(self._feed, original)
         if self._in_prefill:  # a second hook around this one
             return call(input_ids, generation_config, model_kwargs, *args, **kwargs)
         self._in_prefill = True
@@ -176,7 +194,7 @@ class Session:
             return call(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
         self._expand = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        self._note_padding(generation_config)
+        self._padding = Padding.of(generation_config)
         passed_tokens = cache.usage.prompt_tokens
         try:
             whole_ids, prompt_tokens, refusal = self._read_prompt(input_ids, generation_config, model_kwargs)
@@ -187,23 +205,36 @@ class Session:
             refusal = Refusal(MissReason.UNKNOWN_CONTENT, "the prompt is not of a form that can be reused")
             whole_ids, prompt_tokens = input_ids, passed_tokens
         at_once = generation_config.prefill_chunk_size is None
-        cache.reuse(self._prompt, prompt_tokens, self._expand, self._resident, refusal, at_once=at_once)
+        self._covered = cache.reuse(self._prompt, prompt_tokens, self._expand, self._resident, refusal, at_once=at_once)
         self._resident = Resident([], None, None)  # frees what was not reused
         self._stage = Stage.RESTORED
-        slices = not compat.slices_prompts(cache)
-        start = cache.columns.length if slices and cache.columns is not None else 0
-        for stop in cache.split_points if at_once or compat.CHUNKED_PREFILL_CONTINUES else ():
-            part = part_of(model_kwargs, len(whole_ids), stop, whole_ids.device)
-            call(whole_ids[:, start:stop], generation_config, part, *args, **kwargs)
-            cache.take_snapshot()
-            start = stop if slices else 0
-        outputs = call(whole_ids[:, start:], generation_config, model_kwargs, *args, **kwargs)
+        points = cache.split_points if at_once or compat.CHUNKED_PREFILL_CONTINUES else ()
+        held = None if compat.slices_prompts(cache) else self._covered
+        outputs = feed(
+            lambda ids, arguments: call(ids, generation_config, arguments, *args, **kwargs),
+            whole_ids, model_kwargs, points, held, cache.take_snapshot,
+        )  # fmt: skip
         if self._prompt is not None and _uniform_length(cache) != self._prompt.length:
             self._prompt = None  # another cache took over, or something was put in front of the prompt
         self._stage = Stage.PREFILLED
         for slid in side_layers(cache.layers) if self._beams else ():
             slid.stop_capturing()
         return outputs
+
+    def _feed(
+        self,
+        original: Callable[..., Any],
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the prefill with that content which the restored columns do not hold."""
+        content, self._content = self._content, None
+        if content is not None:
+            content.feed(model_kwargs, input_ids, self._covered)
+        return original(self._model, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def before_forward(self, much_captured: bool) -> None:
         """Called when a forward begins. `much_captured`: sliding layers hold much that left their window."""
@@ -234,10 +265,21 @@ class Session:
         self._passed = input_ids.cpu().numpy()
         self._plain = mode in compat.REUSING_MODES and self._refusal is None
         refusals = [refusal for refusal in (self._refusal, self._bound_refusal) if refusal is not None]
-        refusals += refuse_call(input_ids, generation_config, model_kwargs, mode)
         new_only = model_kwargs.get("inputs_embeds") is None and (
             covered_columns(input_ids, generation_config, model_kwargs) != input_ids.shape[1]
         )
+        if self._content is None and not refusals:
+            self._content = Content.take(self._model, model_kwargs, len(input_ids) // self._expand)
+        plain = frozenset() if new_only else plain_arguments(self._model, model_kwargs, self._content)
+        refusals += refuse_call(input_ids, generation_config, model_kwargs, mode, plain)
+        limits = {
+            "with only the new tokens": new_only,
+            "with prefill_chunk_size": generation_config.prefill_chunk_size is not None,
+            "to a model with recurrent layers": self._cache.takes_snapshots,
+        }
+        for why in (why for why, holds in limits.items() if holds and self._content is not None):
+            assert self._content is not None
+            refusals.append(Refusal(MissReason.UNKNOWN_CONTENT, f"the call passes {self._content.names} {why}"))
         if new_only and self._automatic:
             refusals.append(Refusal(MissReason.UNKNOWN_CONTENT, "attention_mask and input_ids differ in length"))
         unknown = any(refusal.reason is MissReason.UNKNOWN_CONTENT for refusal in refusals)
@@ -254,7 +296,12 @@ class Session:
         rows = slice(None, None, self._expand)
         row_mask = None if mask is None else mask[rows]
         self._prompt = Columns.of(input_ids[rows], row_mask)
-        if self._prompt is not None and not has_plain_positions(self._model, self._prompt, model_kwargs.get("position_ids")):
+        if self._prompt is not None and self._content is not None:
+            keyed = self._content.key(self._prompt.repeat(self._expand), model_kwargs)
+            self._prompt = keyed if isinstance(keyed, Columns) else None
+            refusals += [keyed] if isinstance(keyed, Refusal) else []
+        positions = model_kwargs.get("position_ids")
+        if self._prompt is not None and not positions_follow(self._model, self._prompt, positions, are_own=self._own_positions):
             self._prompt = None
             refusals.append(Refusal(MissReason.UNKNOWN_CONTENT, "positions are not those of the tokens' places in their rows"))
         if not self._automatic:
@@ -268,7 +315,8 @@ class Session:
         passed = input_ids.shape[1]
         held = self._resident.columns
         earlier = covered_columns(input_ids, generation_config, model_kwargs) - passed
-        if held is None or not held.length == self._resident.length == earlier or held.rows * self._expand != len(input_ids):
+        fits = held is not None and held.length == self._resident.length == earlier
+        if held is None or not fits or held.solid or held.rows * self._expand != len(input_ids):
             raise self._needs_all_tokens()
         held = held.repeat(self._expand)
         positions = model_kwargs.get("position_ids")
@@ -290,11 +338,6 @@ class Session:
             "the same length (what is known of it is not computed again), or only the new tokens with a mask that covers the "
             "known ones too."
         )
-
-    def _note_padding(self, generation_config: GenerationConfig) -> None:
-        pad, ends = (getattr(generation_config, name, None) for name in ("_pad_token_tensor", "_eos_token_tensor"))
-        self._padding = None if pad is None else int(pad)
-        self._padding_ends = pad is not None and ends is not None and bool((ends == pad.to(ends.device)).any())
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -318,7 +361,7 @@ class Session:
             if not prompt.length <= length <= columns.length:  # another cache took over, or something was put in front
                 return
             cache.columns = columns.cut(length)
-            cache.store(range(columns.rows), [min(self._end_of(row), length) for row in columns.ids])
+            cache.store(range(columns.rows), [min(self._padding.end_of(row, prompt.length), length) for row in columns.ids])
         except Exception as error:
             logger.warning("Storing failed, this call's K/V are not kept: %r", error, exc_info=True)
 
@@ -343,14 +386,6 @@ class Session:
         self._cache.columns = prompt.repeat(self._expand)
         rows = range(0, prompt.rows * self._expand, self._expand)
         self._cache.store(rows, [prompt.length] * len(rows))
-
-    def _end_of(self, row: np.ndarray) -> int:
-        """Return the column after a row's own last token: what follows an early end is padding."""
-        assert self._prompt is not None
-        end = len(row)
-        while end > self._prompt.length and row[end - 1] == self._padding:
-            end -= 1
-        return end + 1 if end < len(row) and self._padding_ends else end
 
 
 def _uniform_length(cache: TieredCache) -> int | None:
