@@ -18,8 +18,8 @@ _TAG_TEXT = (
 )
 
 
-def open_root(path: str | os.PathLike[str]) -> str:
-    """Return the real path of a disk tier's directory, created if need be (only for its owner).
+def open_root(path: str | os.PathLike[str]) -> tuple[str, int]:
+    """Return the real path of a disk tier's directory, created if need be (only for its owner), and its device.
 
     Raises:
         ConfigError: it is not a directory, not ours, holds something else, or cannot be made.
@@ -50,7 +50,7 @@ def open_root(path: str | os.PathLike[str]) -> str:
         if found.st_mode & 0o077:
             calls.set_mode(root, 0o700)
         make_root(root)
-    return root
+    return root, found.st_dev
 
 
 def _is_ours(name: str) -> bool:

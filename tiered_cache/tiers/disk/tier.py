@@ -71,11 +71,10 @@ class DiskTier:
             0 if type(min_free) is int and min_free == 0 else parse_capacity(min_free, "DiskTier(min_free=...)")
         )
         self.durability = durability
-        self.path = root.open_root(path)
+        self.path, self._device = root.open_root(path)
         self.is_taken = False
         self.written_bytes = 0  # by this process
         self._renewed = b""  # short key of the block whose main piece was replaced last
-        self._device = calls.stat(self.path).st_dev
         self.after_fork()
 
     def after_fork(self) -> None:
