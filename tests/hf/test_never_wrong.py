@@ -424,19 +424,43 @@ def seq2seq(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_encoder_decoder(stack: TierStack, kind: str) -> None:
-    model, ids = seq2seq(kind), prompt(12) % 99
-    cold = model.generate(ids, max_new_tokens=5, do_sample=False)
-    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
-        model.generate(ids, max_new_tokens=5, past_key_values=TieredCache(stack))
+    """Served as without a cache, also where one is kept: never with what an earlier input was encoded to."""
+    model, kept = seq2seq(kind), TieredCache(stack)
     pair = EncoderDecoderCache(TieredCache(stack), DynamicCache())
-    assert model.generate(ids, max_new_tokens=5, do_sample=False, past_key_values=pair).tolist() == cold.tolist()
+    for options in ({}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
+        for seed in (0, 1, 0):
+            ids = prompt(12, seed) % 99
+            settings = {"max_new_tokens": 5, "do_sample": False, **options}
+            torch.manual_seed(0)
+            cold = model.generate(ids, **settings)
+            for cache in (kept, TieredCache(stack), pair):
+                torch.manual_seed(0)
+                assert model.generate(ids, past_key_values=cache, **settings).tolist() == cold.tolist()
+    assert kept.usage.miss_reason is MissReason.UNSUPPORTED_LAYERS
+    assert kept.usage.prompt_tokens == 12
+    assert "encoder-decoder" in kept.explain()
     enable(stack)
     try:
-        assert model.generate(ids, max_new_tokens=5, do_sample=False).tolist() == cold.tolist()
+        assert (
+            model.generate(ids, max_new_tokens=5, do_sample=False).tolist()
+            == model.generate(ids, max_new_tokens=5, do_sample=False, past_key_values=TieredCache(stack)).tolist()
+        )
     finally:
         disable()
+    assert not stack._index.blocks
     with pytest.raises(UnsupportedModelError):
         TieredCache(stack).restore(model, ids)
+
+
+@pytest.mark.parametrize("decoder_start", [[5, 6, 7], [5, 6, 8]])
+def test_encoder_decoder_with_a_decoder_prompt(stack: TierStack, decoder_start: list[int]) -> None:
+    """The same beginning of the answer for another input."""
+    model, kept = seq2seq("bart"), TieredCache(stack)
+    for seed in (0, 1, 0):
+        options = {"decoder_input_ids": torch.tensor([decoder_start]), "max_new_tokens": 5, "do_sample": False}
+        ids = prompt(12, seed) % 99
+        cold = model.generate(ids, **options)
+        assert model.generate(ids, past_key_values=kept, **options).tolist() == cold.tolist()
 
 
 @pytest.mark.skipif(Version("5.17") > compat.VERSION, reason="recurrent and hybrid layers are supported from 5.17 on")

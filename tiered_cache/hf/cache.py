@@ -6,7 +6,6 @@ to own when that happens in a generate() call (session) and the way to and from 
 
 import copy
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
@@ -19,6 +18,7 @@ from tiered_cache.defaults import default_stack
 from tiered_cache.errors import CacheInUseError, ConfigError, TieredCacheError
 from tiered_cache.hf import compat
 from tiered_cache.hf.binding import Binding
+from tiered_cache.hf.checks import check_stay
 from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.content import refuse_by_hand
 from tiered_cache.hf.explain import Refusal, describe, why_not_more
@@ -28,7 +28,6 @@ from tiered_cache.hf.resident import Resident
 from tiered_cache.hf.shapes import lengths
 from tiered_cache.interrupts import uninterrupted
 from tiered_cache.stack import TierStack, check_stack
-from tiered_cache.tiers.disk import Stay
 from tiered_cache.usage import MissReason, Usage
 
 logger = logging.getLogger(__name__)
@@ -173,6 +172,14 @@ class TieredCache(DynamicCache):
         self._by_hand, self._fed = by_hand, None
         self._first_layer = next(place for place, layer in enumerate(self.layers) if not isinstance(layer, compat.EMPTY_LAYERS))
         return self._binding.refusal
+
+    def stand_aside(self, prompt_tokens: int) -> None:
+        """Note a call of an encoder-decoder model, which runs on a cache of transformers' own."""
+        self._check_free()
+        self.take_out()
+        why = Refusal(MissReason.UNSUPPORTED_LAYERS, "an encoder-decoder model: nothing is kept from one call to the next")
+        self.note(Usage(prompt_tokens, miss_reason=why.reason), why)
+        self.stack.record(self.usage)
 
     def fresh_layers(self) -> list[Any]:
         """Return empty layers for the model this cache is bound to."""
@@ -379,15 +386,6 @@ class TieredCache(DynamicCache):
         known = [match.known_tokens for match in matches]
         why = why_not_more(prompt.pads, matches, columns, binding.takes_snapshots) if columns < limit else None
         return columns, served, why, known
-
-
-def check_stay(ttl: float | None, pin: bool, caller: str) -> Stay:
-    """Return how long something is to stay. Raises ConfigError naming the argument."""
-    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < math.inf):
-        raise ConfigError(f"{caller}(ttl={ttl!r}) must be a positive number of seconds, or None: until it is evicted.")
-    if not isinstance(pin, bool):
-        raise ConfigError(f"{caller}(pin={pin!r}) must be True or False.")
-    return Stay(ttl, pin)
 
 
 def _warn(what: str, error: Exception) -> None:

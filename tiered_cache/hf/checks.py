@@ -4,6 +4,7 @@ Owns the allow-list of calls whose K/V may be reused or stored, and clear errors
 what is done about a refusal (session).
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tiered_cache.errors import ConfigError
 from tiered_cache.hf import compat
 from tiered_cache.hf.columns import Columns
 from tiered_cache.hf.explain import Refusal
+from tiered_cache.tiers.disk import Stay
 from tiered_cache.usage import MissReason
 
 
@@ -89,3 +91,12 @@ def check_length(model: PreTrainedModel, prompt: Columns | None) -> None:
             f"input_ids has {prompt.length - min(prompt.pads)} tokens, but {type(model).__name__} has {limit} positions. "
             "Shorten the prompt, or use a model with a longer context."
         )
+
+
+def check_stay(ttl: float | None, pin: bool, caller: str) -> Stay:
+    """Return how long something is to stay. Raises ConfigError naming the argument."""
+    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < math.inf):
+        raise ConfigError(f"{caller}(ttl={ttl!r}) must be a positive number of seconds, or None: until it is evicted.")
+    if not isinstance(pin, bool):
+        raise ConfigError(f"{caller}(pin={pin!r}) must be True or False.")
+    return Stay(ttl, pin)

@@ -141,6 +141,8 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, args: tuple[
     automatic = cache is None
     if automatic and not given and _may_insert(model, args, kwargs):
         cache = _inserted()  # None where that cannot be made
+    if model.config.is_encoder_decoder and any(map(_holds_tiered, given)):
+        return _generate_apart(original, model, args, kwargs)
     if cache is None:
         return original(model, *args, **kwargs)
     if any(other is not cache for other in given):
@@ -171,6 +173,16 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, args: tuple[
         return result
     finally:
         session.close()
+
+
+def _generate_apart(original: Callable[..., Any], model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a generate() call of an encoder-decoder model with a cache of its own: what the decoder sees of the encoder is
+    never that of an earlier call."""
+    for name in compat.CACHE_ARGUMENTS:
+        cache = kwargs.pop(name, None)
+        if _is_tiered(cache):
+            cache.stand_aside(*_count_prompt(args, kwargs)[:1])
+    return original(model, *args, **kwargs)
 
 
 def _may_insert(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -247,6 +259,11 @@ def _chain(function: Any) -> Iterator[Any]:
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
+
+
+def _holds_tiered(cache: Any) -> bool:
+    """Say whether a cache is a TieredCache, or the decoder's part of a pair is one."""
+    return _is_tiered(cache) or _is_tiered(getattr(cache, "self_attention_cache", None))
 
 
 def _is_tiered(cache: Any) -> bool:

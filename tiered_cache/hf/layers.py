@@ -3,6 +3,7 @@
 Owns the memory of one layer of a running sequence. Refuses to own which tokens it holds (cache).
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -252,7 +253,8 @@ class CapturingSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyp
     @property
     def captured_nbytes(self) -> int:
         """Bytes of captured K/V."""
-        return sum(tensor.nbytes for tensor in self.captured) if self.captured is not None else 0
+        # By shape: `nbytes` is not known to torch.compile.
+        return sum(math.prod(tensor.shape) * tensor.itemsize for tensor in self.captured) if self.captured is not None else 0
 
     def drop_captured(self, before: int) -> None:
         """Free captured K/V before the column `before`."""

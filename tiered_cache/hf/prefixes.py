@@ -6,7 +6,8 @@ from transformers import PreTrainedModel
 from tiered_cache import progress
 from tiered_cache.defaults import default_stack
 from tiered_cache.hf import compat, identity
-from tiered_cache.hf.cache import TieredCache, check_stay
+from tiered_cache.hf.cache import TieredCache
+from tiered_cache.hf.checks import check_stay
 from tiered_cache.hf.offloaded import device_of
 from tiered_cache.stack import TierStack, check_stack
 from tiered_cache.usage import Usage
