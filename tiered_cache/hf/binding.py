@@ -21,7 +21,7 @@ from tiered_cache.hf import compat, identity, selfcheck
 from tiered_cache.hf.columns import Columns
 from tiered_cache.hf.explain import Refusal
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, StatefulLayer
-from tiered_cache.hf.offloaded import device_of, execution_devices
+from tiered_cache.hf.offloaded import device_of, layer_devices
 from tiered_cache.hf.shapes import (
     allocate,
     expected_layouts,
@@ -32,6 +32,7 @@ from tiered_cache.hf.shapes import (
     side_layers,
     states,
     strips_of,
+    truncate,
 )
 from tiered_cache.keys import MAIN, SIDE
 from tiered_cache.matching import Match
@@ -186,18 +187,12 @@ class Binding:
         device = layout.main.device
         layers = self.fresh_layers()
         batch = prompt.rows * expand
-        allocate(layers, layout.main, batch, columns)
-        if isinstance(layout.side, SnapshotLayout):
-            kept = tuple(torch.zeros((batch, *shape), dtype=dtype, device=device) for _, _, shape, dtype in layout.side.pieces)
-        else:
-            kept = ()
         # Side pieces come whole, from their beginning: the block that a later commit makes of the last one needs that.
         step = self._stack.block_tokens
         first = [pad + max(columns - pad - window, 0) // step * step for pad in prompt.pads]
         origin = min([max(columns - window, 0), *first])
-        side = () if isinstance(layout.side, SnapshotLayout) else layout.side.pieces
-        for slid, keys, values in zip(side_layers(layers), side[::2], side[1::2], strict=True):
-            slid.allocate(batch, columns, origin, keys, values, device)
+        kept = allocate(layers, layout, batch, columns, origin, layer_devices(self.model, len(layers)))
+        for slid in side_layers(layers):
             slid.valid_from = tuple(column for column in first for _ in range(expand))
         strips = strips_of(layers)
         reads: dict[int, Transfer] | None = {} if prompt.rows > 1 else None
@@ -229,8 +224,8 @@ class Binding:
                 self.snapshots[columns] = kept
         for slid in side_layers(layers):
             slid.settle()
-        for layer in layers if reached < columns else ():
-            layer.truncate(reached)
+        if reached < columns:
+            truncate(layers, reached)
         self.layers, self._reused = layers, reached
         served: dict[str, int] = {}
         for pad, by_tier in zip(prompt.pads, served_by_row, strict=True):
@@ -323,8 +318,6 @@ class Binding:
         if compat.is_bidirectional(model.config):
             why = "the model's attention looks at later tokens, so a prefix has no K/V of its own"
             return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
-        if getattr(model, "hf_device_map", None) and len(execution_devices(model)) > 1:
-            return Refusal(MissReason.UNSUPPORTED_LAYERS, "the model is spread over several devices")
         return None
 
 

@@ -25,7 +25,7 @@ from tiered_cache.hf.explain import Refusal, describe, why_not_more
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, begin_forward
 from tiered_cache.hf.prefill import split_points
 from tiered_cache.hf.resident import Resident
-from tiered_cache.hf.shapes import lengths
+from tiered_cache.hf.shapes import lengths, truncate
 from tiered_cache.interrupts import uninterrupted
 from tiered_cache.stack import TierStack, check_stack
 from tiered_cache.usage import MissReason, Usage
@@ -380,7 +380,7 @@ class TieredCache(DynamicCache):
             if kept > columns:
                 columns, served = kept, {"resident": sum(max(0, kept - pad) for pad in prompt.pads)}
                 binding.layers = resident.layers
-                resident.truncate(kept)
+                truncate(resident.layers, kept)
         finally:
             binding.release(matches)
         known = [match.known_tokens for match in matches]

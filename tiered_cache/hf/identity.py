@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tiered_cache.hf import weights
 from tiered_cache.hf.code import LOCAL, SETTINGS, held_by, serial, text_of_class, text_of_function
-from tiered_cache.hf.offloaded import device_of, replaces_forward
+from tiered_cache.hf.offloaded import device_of, execution_devices, replaces_forward
 from tiered_cache.hf.parts import UnreadableError
 
 # Of the config: names, bookkeeping and what only selects outputs.
@@ -183,7 +183,7 @@ def _surroundings(model: PreTrainedModel, modules: dict[str, torch.nn.Module]) -
         "attention": attention,
         "experts": getattr(model.config, "_experts_implementation", None),
         "dtype": str(model.dtype),
-        "device": str(device),
+        "devices": sorted(map(str, execution_devices(model))) if getattr(model, "hf_device_map", None) else [str(device)],
         "autocast": autocast,
         "transformers": version,
         "attention function": text_of_function(ALL_ATTENTION_FUNCTIONS.get(attention)),

@@ -93,6 +93,19 @@ def execution_devices(model: torch.nn.Module) -> set[torch.device]:
     return found - {torch.device("meta")}
 
 
+def layer_devices(model: Any, num_layers: int) -> list[torch.device]:
+    """Return the device of each of a decoder's layers: where its K/V are computed, and belong."""
+    everywhere = [device_of(model)] * num_layers
+    if not getattr(model, "hf_device_map", None):
+        return everywhere
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    lists = (module for module in decoder.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers)
+    found = [execution_devices(layer) for layer in next(lists, ())]
+    return [
+        devices.pop() if len(devices) == 1 else device for devices, device in zip(found, everywhere, strict=False)
+    ] or everywhere
+
+
 def replaces_forward(module: torch.nn.Module) -> list[Any]:
     """Return what computes in place of a module's forward; accelerate's own hooks only move tensors."""
     own = module.__dict__

@@ -30,9 +30,3 @@ class Resident:
         if is_stateful(self.layers) and columns < self.length:  # a state goes forward only
             return 0
         return columns if all(layer.can_truncate(columns) for layer in self.layers if hasattr(layer, "can_truncate")) else 0
-
-    def truncate(self, columns: int) -> None:
-        """Keep the first columns, as many as `serves` said."""
-        for layer in self.layers:
-            if hasattr(layer, "truncate"):
-                layer.truncate(columns)

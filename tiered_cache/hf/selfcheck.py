@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 from tiered_cache.blocks import SequenceLayout
 from tiered_cache.hf import compat
 from tiered_cache.hf.layers import begin_forward
-from tiered_cache.hf.offloaded import device_of
+from tiered_cache.hf.offloaded import device_of, layer_devices
 from tiered_cache.hf.shapes import allocate, layout_of, lengths, put_states, side_layers, states, strips_of
 from tiered_cache.keys import MAIN
 
@@ -92,11 +92,8 @@ def transplanted(model: PreTrainedModel, layers: Sequence[Any]) -> list[Any]:
     strips = strips_of(layers)
     (columns,) = lengths(layers)
     batch = next(iter(strips[MAIN].tensors or [tensor for _, _, tensor in states(layers)])).shape[0]
-    allocate(fresh, layout.main, batch, columns)
-    for slid, old in zip(side_layers(fresh), side_layers(layers), strict=True):
-        assert old.captured is not None
-        keys, values = ((tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in old.captured)
-        slid.allocate(batch, columns, old.captured_from, keys, values, layout.main.device)
+    origin = max([slid.captured_from for slid in side_layers(layers)], default=0)
+    allocate(fresh, layout, batch, columns, origin, layer_devices(model, len(fresh)))
     for kind, strip in strips_of(fresh).items():
         for new, there in zip(strip.tensors, strips[kind].tensors, strict=True):
             new.copy_(there)

@@ -82,11 +82,30 @@ def layout_of(layers: Sequence[Any]) -> SequenceLayout:
     return SequenceLayout(main_layout, BlockLayout.of(side, device), window)
 
 
-def allocate(layers: Sequence[Any], layout: BlockLayout, batch: int, columns: int) -> None:
-    """Let fresh layers hold `columns` uninitialised columns of what a main piece holds."""
-    pieces = iter(layout.pieces)
-    for layer in full_layers(layers):
-        layer.allocate(batch, columns, next(pieces), next(pieces), layout.device)
+def allocate(
+    layers: Sequence[Any], layout: SequenceLayout, batch: int, columns: int, origin: int, devices: Sequence[torch.device]
+) -> tuple[torch.Tensor, ...]:
+    """Let fresh layers hold `columns` uninitialised columns, each on its own of `devices`; return zeros for the states.
+
+    Args:
+        origin: the first column that layers with a window hold.
+    """
+    main = iter(layout.main.pieces)
+    side = iter(() if isinstance(layout.side, SnapshotLayout) else layout.side.pieces)
+    states = layout.side.pieces if isinstance(layout.side, SnapshotLayout) else ()
+    for layer, device in zip(layers, devices, strict=True):
+        if isinstance(layer, GrowableLayer):
+            layer.allocate(batch, columns, next(main), next(main), device)
+        elif isinstance(layer, CapturingSlidingLayer):
+            layer.allocate(batch, columns, origin, next(side), next(side), device)
+    return tuple(torch.zeros((batch, *shape), dtype=dtype, device=devices[place]) for place, _, shape, dtype in states)
+
+
+def truncate(layers: Sequence[Any], columns: int) -> None:
+    """Keep the first columns of all layers that can be cut; the others must end there."""
+    for layer in layers:
+        if hasattr(layer, "truncate"):
+            layer.truncate(columns)
 
 
 def _tensors(layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
