@@ -305,6 +305,40 @@ def test_a_damaged_file(name: str, kind: str, tmp_path: Path) -> None:
     reuse(name, question(system, 1), tmp_path, SYSTEM + 11)
 
 
+@pytest.mark.parametrize("name", ["Mamba2", "Qwen3Next", "Zaya"], indirect=True)
+def test_fan_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one stored prefix each piece is read once, for beams, samples and a batch of different questions."""
+    system = prompt(SYSTEM)
+    with on_disk(tmp_path) as stack:
+        settle(tiny(name))
+        warm(tiny(name), system, stack=stack)
+        assert stack.flush(30)
+    batch = torch.cat([question(system, seed) for seed in range(4)])
+    for ids, options in (
+        (batch, {}),
+        (question(system, 5), {"num_beams": 3}),
+        (question(system, 6), {"num_return_sequences": 4, "do_sample": True}),
+    ):
+        with on_disk(tmp_path) as stack:
+            read: list[tuple[bytes, str]] = []
+            real = DiskTier.read
+
+            def counted(self: DiskTier, branch: Any, block: Any, kind: str, target: Any, real: Any = real) -> None:
+                read.append((block.key, kind))
+                real(self, branch, block, kind, target)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(DiskTier, "read", counted)
+                cache = TieredCache(stack)
+                run(tiny(name), ids, past_key_values=cache, **options)
+            assert cache.usage.cached_by_tier == {"disk": SYSTEM * len(ids)}
+            assert len(read) == len(set(read)) == -(-SYSTEM // 16) + 1  # the blocks, and one snapshot
+            stack.flush(30)
+            stack.clear()
+            warm(tiny(name), system, stack=stack)
+            stack.flush(30)
+
+
 # --- the trial ----------------------------------------------------------------------------------------------------------
 
 
