@@ -106,6 +106,16 @@ def test_shorter_prefix(name: str, stack: TierStack) -> None:
     check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1)
 
 
+@pytest.mark.parametrize("name", ["Lfm2", "Qwen3Next"], indirect=True)
+def test_outputs_of_the_whole_prompt(name: str) -> None:
+    """Whoever asks for its hidden states gets all of them: the prefill is not split then."""
+    options = {"output_hidden_states": True}
+    cold = run(tiny(name), prompt(LENGTH), **options)
+    out = run(tiny(name), prompt(LENGTH), past_key_values=TieredCache(new_stack()), **options)
+    assert_same(out, cold)
+    assert [tuple(state.shape) for state in out.hidden_states[0]] == [tuple(state.shape) for state in cold.hidden_states[0]]
+
+
 def test_why_not_more(name: str, stack: TierStack) -> None:
     cache = TieredCache(stack)
     run(tiny(name), prompt(50), past_key_values=cache)
@@ -305,6 +315,19 @@ def test_a_damaged_file(name: str, kind: str, tmp_path: Path) -> None:
     reuse(name, question(system, 1), tmp_path, SYSTEM + 11)
 
 
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, str]]:
+    """Return what fills with the (key, kind) of each piece that is read from disk."""
+    read: list[tuple[bytes, str]] = []
+    real = DiskTier.read
+
+    def counted(self: DiskTier, branch: Any, block: Any, kind: str, target: Any) -> None:
+        read.append((block.key, kind))
+        real(self, branch, block, kind, target)
+
+    monkeypatch.setattr(DiskTier, "read", counted)
+    return read
+
+
 @pytest.mark.parametrize("name", ["Mamba2", "Qwen3Next", "Zaya"], indirect=True)
 def test_fan_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one stored prefix each piece is read once, for beams, samples and a batch of different questions."""
@@ -320,15 +343,8 @@ def test_fan_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (question(system, 6), {"num_return_sequences": 4, "do_sample": True}),
     ):
         with on_disk(tmp_path) as stack:
-            read: list[tuple[bytes, str]] = []
-            real = DiskTier.read
-
-            def counted(self: DiskTier, branch: Any, block: Any, kind: str, target: Any, real: Any = real) -> None:
-                read.append((block.key, kind))
-                real(self, branch, block, kind, target)
-
             with monkeypatch.context() as patched:
-                patched.setattr(DiskTier, "read", counted)
+                read = count_reads(patched)
                 cache = TieredCache(stack)
                 run(tiny(name), ids, past_key_values=cache, **options)
             assert cache.usage.cached_by_tier == {"disk": SYSTEM * len(ids)}

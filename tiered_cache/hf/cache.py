@@ -213,6 +213,7 @@ class TieredCache(DynamicCache):
             of_prompt = self._bound.refuse_prompt(prompt, at_once)
             refusal = Refusal.first([reason for reason in (refusal, of_prompt) if reason is not None])
         self._may_store = refusal is None or refusal.stores
+        may_split = refusal is None  # else somebody wants what one forward of the whole prompt gives
         known = [0] * prompt.rows if prompt is not None else []
         if refusal is None and prompt is not None:
             try:
@@ -227,8 +228,8 @@ class TieredCache(DynamicCache):
         reason = refusal.reason if refusal is not None and not every_row_one else None
         self.note(Usage(prompt_tokens, cached, 0, served, time.perf_counter() - started, reason), refusal)
         self.columns = prompt.cut(columns).repeat(expand) if prompt is not None and columns else None
-        snaps = prompt is not None and self._may_store and self._bound.takes_snapshots
-        self.split_points = split_points(prompt, columns, known) if prompt is not None and snaps else []
+        splits = may_split and self._bound.takes_snapshots
+        self.split_points = split_points(prompt, columns, known) if prompt is not None and splits else []
         return columns
 
     @property
