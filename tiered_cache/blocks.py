@@ -6,6 +6,7 @@ Refuses to own copies between memories (devices) and which blocks exist (stack).
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -23,12 +24,64 @@ _DTYPES = {
 _ALIGNMENT = 16  # bytes; lets a piece be viewed in any dtype and be read by vector loads
 
 
+Shapes = list[tuple[str, tuple[int, ...], torch.dtype]]
+
+
+class FlatLayout(ABC):
+    """How some tensors lie in one flat buffer, each contiguous and aligned."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def shapes(self, num_tokens: int) -> Shapes:
+        """Return (name, shape, dtype) of each tensor of a piece of `num_tokens` tokens, in order."""
+
+    def nbytes(self, num_tokens: int) -> int:
+        """Return the size in bytes of a piece of `num_tokens` tokens."""
+        return sum(_aligned(_nbytes(shape, dtype)) for _, shape, dtype in self.shapes(num_tokens))
+
+    def has_gaps(self, num_tokens: int) -> bool:
+        """Say whether some bytes of a piece belong to no tensor."""
+        return any(_nbytes(shape, dtype) % _ALIGNMENT for _, shape, dtype in self.shapes(num_tokens))
+
+    def tensors(self, num_tokens: int) -> list[TensorSpec]:
+        """Return what is in a piece of `num_tokens` tokens, gaps included, as safetensors names it."""
+        specs = []
+        start = 0
+        for name, shape, dtype in self.shapes(num_tokens):
+            stop = start + _nbytes(shape, dtype)
+            known = dtype in _DTYPES
+            specs.append(TensorSpec(name, _DTYPES[dtype] if known else "U8", shape if known else (stop - start,), start, stop))
+            start += _aligned(stop - start)
+            if start > stop:
+                specs.append(TensorSpec(f"{name}.padding", "U8", (start - stop,), stop, start))
+        return specs
+
+    def views(self, flat: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
+        """Return views into a flat piece of `num_tokens` tokens: each tensor in turn."""
+        views = []
+        start = 0
+        for _, shape, dtype in self.shapes(num_tokens):
+            nbytes = _nbytes(shape, dtype)
+            views.append(flat[start : start + nbytes].view(dtype).view(shape))
+            start += _aligned(nbytes)
+        return views
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True)
-class BlockLayout:
-    """How the bytes of a block are laid out, for any number of tokens.
+class BlockLayout(FlatLayout):
+    """K and V `[H, tokens, D]` of each layer in turn.
 
     Attributes:
-        pieces: (H, D, dtype) of K and V of each layer in turn; heads, width and dtype of K and V may differ.
+        pieces: (H, D, dtype) of each; heads, width and dtype of K and V may differ.
         device: where all of them are.
     """
 
@@ -40,47 +93,16 @@ class BlockLayout:
         """Return the layout of live K and V `[B, H, T, D]` in turn, all on `device`."""
         return cls(tuple((tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in tensors), device)
 
-    def nbytes(self, num_tokens: int) -> int:
-        """Return the size in bytes of a block of `num_tokens` tokens."""
-        return sum(_aligned(heads * num_tokens * width * dtype.itemsize) for heads, width, dtype in self.pieces)
-
-    def has_gaps(self, num_tokens: int) -> bool:
-        """Say whether some bytes of a block belong to no tensor."""
-        return any(heads * num_tokens * width * dtype.itemsize % _ALIGNMENT for heads, width, dtype in self.pieces)
-
-    def tensors(self, num_tokens: int) -> list[TensorSpec]:
-        """Return what is in a block of `num_tokens` tokens, gaps included, as safetensors names it."""
-        specs = []
-        start = 0
-        for place, (heads, width, dtype) in enumerate(self.pieces):
-            stop = start + heads * num_tokens * width * dtype.itemsize
-            name = f"{place // 2}.{'values' if place % 2 else 'keys'}"
-            known = dtype in _DTYPES
-            shape = (heads, num_tokens, width) if known else (stop - start,)
-            specs.append(TensorSpec(name, _DTYPES[dtype] if known else "U8", shape, start, stop))
-            start = start + _aligned(stop - start)
-            if start > stop:
-                specs.append(TensorSpec(f"{name}.padding", "U8", (start - stop,), stop, start))
-        return specs
-
-    def views(self, flat: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
-        """Return views into a flat block of `num_tokens` tokens: K and V `[H, num_tokens, D]` of each layer in turn."""
-        views = []
-        start = 0
-        for heads, width, dtype in self.pieces:
-            nbytes = heads * num_tokens * width * dtype.itemsize
-            views.append(flat[start : start + nbytes].view(dtype).view(heads, num_tokens, width))
-            start += _aligned(nbytes)
-        return views
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    def shapes(self, num_tokens: int) -> Shapes:
+        return [
+            (f"{place // 2}.{'values' if place % 2 else 'keys'}", (heads, num_tokens, width), dtype)
+            for place, (heads, width, dtype) in enumerate(self.pieces)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotLayout:
-    """How the bytes of a snapshot are laid out, however many tokens it stands for.
+class SnapshotLayout(FlatLayout):
+    """What layers keep of a sequence in place of its tokens, however many those are.
 
     Attributes:
         pieces: (layer, name, shape, dtype) of each tensor, in order; `shape` is that of one sequence.
@@ -90,40 +112,8 @@ class SnapshotLayout:
     pieces: tuple[tuple[int, str, tuple[int, ...], torch.dtype], ...]
     device: torch.device
 
-    def nbytes(self, num_tokens: int = 0) -> int:
-        """Return the size in bytes."""
-        return sum(_aligned(math.prod(shape) * dtype.itemsize) for _, _, shape, dtype in self.pieces)
-
-    def has_gaps(self, num_tokens: int = 0) -> bool:
-        """Say whether some bytes belong to no tensor."""
-        return any(math.prod(shape) * dtype.itemsize % _ALIGNMENT for _, _, shape, dtype in self.pieces)
-
-    def tensors(self, num_tokens: int = 0) -> list[TensorSpec]:
-        """Return what is in it, gaps included, as safetensors names it."""
-        specs = []
-        start = 0
-        for layer, name, shape, dtype in self.pieces:
-            stop = start + math.prod(shape) * dtype.itemsize
-            known = dtype in _DTYPES
-            specs.append(
-                TensorSpec(
-                    f"{layer}.{name}", _DTYPES[dtype] if known else "U8", shape if known else (stop - start,), start, stop
-                )
-            )
-            start += _aligned(stop - start)
-            if start > stop:
-                specs.append(TensorSpec(f"{layer}.{name}.padding", "U8", (start - stop,), stop, start))
-        return specs
-
-    def views(self, flat: torch.Tensor, num_tokens: int = 0) -> list[torch.Tensor]:
-        """Return views into a flat buffer: each tensor in turn."""
-        views = []
-        start = 0
-        for _, _, shape, dtype in self.pieces:
-            nbytes = math.prod(shape) * dtype.itemsize
-            views.append(flat[start : start + nbytes].view(dtype).view(shape))
-            start += _aligned(nbytes)
-        return views
+    def shapes(self, num_tokens: int) -> Shapes:
+        return [(f"{layer}.{name}", shape, dtype) for layer, name, shape, dtype in self.pieces]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +171,7 @@ class SequencePort:
         self._snapshots = snapshots
         self._reads = {} if reads is None else reads
         self._shares_reads = reads is not None
-        self._layouts: dict[str, BlockLayout | SnapshotLayout] = {MAIN: layout.main, SIDE: layout.side}
+        self._layouts: dict[str, FlatLayout] = {MAIN: layout.main, SIDE: layout.side}
         self._strips = strips
         self._rows = rows
         self._first_column = first_column
