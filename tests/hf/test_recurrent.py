@@ -106,6 +106,16 @@ def test_shorter_prefix(name: str, stack: TierStack) -> None:
     check(tiny(name), prompt(LENGTH), stack, cached=LENGTH - 1)
 
 
+@pytest.mark.parametrize("name", ["Zaya"], indirect=True)
+@pytest.mark.parametrize("length", [2, 22, 23, 24, 25, 26, 48, 49])
+def test_around_a_window(name: str, length: int) -> None:
+    """Of 24 tokens: a snapshot before it is full, when it just is, and when it moved on."""
+    stack = new_stack()
+    out = check(tiny(name), prompt(length), stack, cached=0)
+    check(tiny(name), prompt(length), stack, cached=length - 1)
+    check(tiny(name), torch.cat([out.sequences, prompt(30, seed=1)], dim=1), stack, cached=length + 4)
+
+
 @pytest.mark.parametrize("name", ["Lfm2", "Qwen3Next"], indirect=True)
 def test_outputs_of_the_whole_prompt(name: str) -> None:
     """Whoever asks for its hidden states gets all of them: the prefill is not split then."""
