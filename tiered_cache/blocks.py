@@ -152,6 +152,7 @@ class SequencePort:
         device: moves the bytes.
         side_from: the first column whose "side" K/V are there.
         snapshots: tensors `[B, ...]` of each snapshot, by the tokens it stands for: read by `save`, written by `load`.
+        restored_end: the tokens of the snapshot that the sequence went on from; 0 if none.
         reads: blocks on their way to the device, by buffer: ports of several rows that share them read each once.
     """
 
@@ -165,9 +166,11 @@ class SequencePort:
         side_from: int = 0,
         reads: dict[int, Transfer] | None = None,
         snapshots: Mapping[int, Sequence[torch.Tensor]] = {},
+        restored_end: int = 0,
     ) -> None:
         self.layout = layout
-        self.ends = tuple(snapshots)
+        # The one that was restored is there already; it stays as long as what is stored behind it.
+        self.ends = tuple(dict.fromkeys([*snapshots, *([restored_end] if restored_end > 0 else [])]))
         self._snapshots = snapshots
         self._reads = {} if reads is None else reads
         self._shares_reads = reads is not None

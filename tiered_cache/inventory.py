@@ -55,7 +55,7 @@ class Inventory:
         if spare < nbytes:
             return False
         for piece in victims.values():
-            self._remove_copy(piece, tier)
+            self._remove_copy(piece, tier, evicted=True)
             tier.evicted_pieces += 1
             if piece.kind == MAIN and not piece.copies:
                 self._unlink(piece.block)
@@ -110,13 +110,13 @@ class Inventory:
                 if piece.kind == SIDE and not piece.gain:
                     tier.policy.chill(piece.key)
 
-    def _remove_copy(self, piece: Piece, tier: MemoryTier) -> None:
+    def _remove_copy(self, piece: Piece, tier: MemoryTier, *, evicted: bool = False) -> None:
         del piece.copies[tier.name]
         tier.num_pieces -= 1
         tier.snapshot_bytes -= piece.nbytes if piece.gain else 0
         tier.release(piece.nbytes)
         if piece.block.linked:  # else another block may have its key by now
-            _order(tier, piece).remove(piece.key)
+            _order(tier, piece).remove(piece.key, evicted=evicted)
         if not piece.copies:
             del piece.block.pieces[piece.kind]
             if piece.block.linked:

@@ -1,6 +1,6 @@
 """A stored prefix of a prompt: blocks in memory first, then blocks on disk.
 
-Owns how long a hit can be, and which pieces it takes. Refuses to own finding it (stack).
+Owns how long a hit can be, and which pieces it takes. Refuses to own finding it (lookup).
 """
 
 from collections.abc import Iterator, Mapping

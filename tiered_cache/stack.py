@@ -148,7 +148,8 @@ class TierStack:
                         if about is not None and self._index.is_linked(node):  # else it was cleared meanwhile
                             spilled = self._movement.spill(node, segments[place:], reused, branch, port, stay, about)
                             created += max(0, start + spilled - max(start, reused))
-                        if start + spilled < len(token_ids) and self._index.is_linked(root):
+                        last, end = segments[-1]
+                        if start + spilled < last + len(end) // TOKEN_NBYTES and self._index.is_linked(root):
                             self._movement.dropped_blocks += 1
                         break
                     stop = start + block.num_tokens

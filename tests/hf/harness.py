@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tiered_cache import HostTier, TieredCache, TierStack
+from tiered_cache.hf import compat
 from tiered_cache.hf.shapes import is_stateful
 
 TOLERANCE = 1e-4  # of fp32 logits
@@ -100,7 +101,10 @@ def settle(model: PreTrainedModel) -> None:
     """Let the trial of a model with recurrent layers, if it takes one, be over before forwards are counted."""
     if model not in _settled:
         _settled.add(model)
-        TieredCache(new_stack()).bind(model)
+        for pads in (0, 1) if is_stateful(compat.cache_layers(model.config, 1)) else ():
+            ids = torch.ones((1, 4), dtype=torch.long)
+            mask = torch.tensor([[1 - pads, 1, 1, 1]])
+            model.generate(ids, attention_mask=mask, max_new_tokens=1, past_key_values=TieredCache(new_stack()))
 
 
 def stored_bytes(stack: TierStack) -> dict[bytes, str]:

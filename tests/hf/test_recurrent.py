@@ -1,5 +1,9 @@
 """Models that keep a state in place of tokens: a hit ends where a snapshot was taken. Each x every way a prompt meets one."""
 
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -385,41 +389,315 @@ def test_models_that_do_not_continue(name: str) -> None:
 def test_without_the_trial_they_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     stack, model = new_stack(), tiny("Jamba")
-    monkeypatch.setattr(selfcheck, "verdict", lambda *args: selfcheck.Verdict(None, serves_pads=True))
+    monkeypatch.setattr(selfcheck, "verdict", lambda *args, **options: selfcheck.Verdict(None))
     run(model, prompt(20), past_key_values=TieredCache(stack))
     ids = torch.cat([prompt(20), prompt(9, seed=1)], dim=1)
     with pytest.raises(AssertionError):
         check(model, ids, stack, cached=19)
 
 
+def tried(model: Any, ids: torch.Tensor) -> int:
+    """Return how many forwards of one call were a trial's."""
+    with forwarded(model) as columns:
+        run(model, ids, new_tokens=1, past_key_values=TieredCache(new_stack()))
+    return len(columns) - 2  # the prompt, but for its last token; that token
+
+
 def test_a_trial_takes_place_once() -> None:
     model = fresh("Lfm2", seed=77)
+    assert tried(model, prompt(20)) == 4  # a prompt at once; in three parts
+    assert tried(model, prompt(20)) == 0
+
+
+def test_no_trial_where_nothing_can_be_reused() -> None:
+    model = fresh("Lfm2", seed=76)
     with forwarded(model) as columns:
-        TieredCache(new_stack()).bind(model)
-        tried = len(columns)
-        assert tried
-        TieredCache(new_stack()).bind(model)
-        assert len(columns) == tried
+        model.generate(prompt(20), max_new_tokens=1, prompt_lookup_num_tokens=2, past_key_values=TieredCache(new_stack()))
+    assert columns[0] == 20
 
 
 def test_no_trial_of_attention() -> None:
-    with forwarded(tiny("Llama")) as columns:
-        TieredCache(new_stack()).bind(tiny("Llama"))
-    assert not columns
+    model = fresh("Llama", seed=78)
+    with forwarded(model) as columns:
+        run(model, prompt(20), new_tokens=1, past_key_values=TieredCache(new_stack()))
+    assert columns == [20]
 
 
 def test_a_trial_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = fresh("Lfm2", seed=78)
-    monkeypatch.setattr(selfcheck, "_logits", lambda *args: 1 / 0)
-    cache = TieredCache(TierStack(HostTier("1MB")))
-    assert_same(run(model, prompt(20), past_key_values=cache), run(model, prompt(20)))
-    assert "fails when it goes on from a prefix (ZeroDivisionError" in cache.explain()
+    for error, is_final in ((MemoryError(), False), (ZeroDivisionError(), True)):
+        model = fresh("Lfm2", seed=79 + 10 * is_final)
+        with monkeypatch.context() as patched:
+
+            def fail(*args: Any, error: Exception = error) -> None:
+                raise error
+
+            patched.setattr(selfcheck, "_logits", fail)
+            cache = TieredCache(TierStack(HostTier("1MB")))
+            assert_same(run(model, prompt(20), past_key_values=cache), run(model, prompt(20)))
+            assert type(error).__name__ in cache.explain()
+        cache = TieredCache(TierStack(HostTier("1MB")))
+        run(model, prompt(20), past_key_values=cache)
+        assert (cache.usage.miss_reason is MissReason.UNSUPPORTED_LAYERS) is is_final
+
+
+@pytest.mark.parametrize("part", ["conv", "recurrent"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trial_notices_a_state_that_is_lost(part: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh("Qwen3Next", seed=80).to(dtype)
+    assert selfcheck._try(model, padded=False, by_hand=False).why is None
+    assert selfcheck._try(model, padded=True, by_hand=False).why is None
+    real = selfcheck.put_states
+
+    def lose(layers: Any, names: Any, tensors: Any, columns: int) -> None:
+        real(layers, names, [each * (part not in name) for (_, name), each in zip(names, tensors, strict=True)], columns)
+
+    monkeypatch.setattr(selfcheck, "put_states", lose)
+    assert "is not what was stored of it" in (selfcheck._try(model, padded=False, by_hand=False).why or "")
+
+
+@pytest.mark.parametrize(("name", "bias"), [("FalconH1", "mamba_proj_bias"), ("Mamba2", "use_bias"), ("Lfm2", "conv_bias")])
+def test_pads_that_leave_something_behind(name: str, bias: str) -> None:
+    """With a bias, a padded row's state is not that of its tokens alone: then padded rows are without reuse."""
+    if not serves(name):
+        pytest.skip("it takes no cache of ours there")
+    model, stack = fresh(name, seed=81, **{bias: True}), new_stack()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim == 1 else None
+    ids = prompt(LENGTH, rows=2)
+    ids[0, :5] = 0
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    cache = TieredCache(stack)
+    cold = run(model, ids, attention_mask=mask)
+    assert_same(run(model, ids, past_key_values=cache, attention_mask=mask), cold, 2e-3)
+    check(model, ids[:1, 5:], stack, cached=0 if cache.usage.miss_reason is MissReason.UNSUPPORTED_LAYERS else LENGTH - 6)
 
 
 def test_the_callers_random_numbers_stay() -> None:
-    model = fresh("Lfm2", seed=79)
+    model = fresh("Lfm2", seed=82)
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
-    TieredCache(new_stack()).bind(model)
+    model.generate(prompt(20), max_new_tokens=1, do_sample=False, past_key_values=TieredCache(new_stack()))
     assert torch.equal(torch.rand(3), expected)
+
+
+# --- forwards that are interrupted ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def breaking(model: Any, after: int) -> Iterator[None]:
+    """Let the forward of the model's last layer raise at its call number `after` + 1: those before it have run."""
+    layer = (getattr(model, "model", None) or model.backbone).layers[-1]
+    calls = []
+
+    def note(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if module is layer:
+            calls.append(None)
+            if len(calls) > after:
+                raise KeyboardInterrupt
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+def test_interrupted(name: str, after: int) -> None:
+    """In the middle of a forward: of the prompt, of its last token, while decoding. Later calls are right."""
+    stack, model = new_stack(), tiny(name)
+    settle(model)
+    kept = TieredCache(stack)
+    with breaking(model, after):
+        run(model, prompt(LENGTH), past_key_values=kept)
+    longer = torch.cat([prompt(LENGTH), prompt(9, seed=1)], dim=1)
+    for ids in (longer, prompt(LENGTH)):
+        for cache in (TieredCache(stack), kept):
+            rough = ROUGH.get(model.config.model_type, RECURRENT_TOLERANCE)
+            assert_same(run(model, ids, past_key_values=cache), run(model, ids), rough)
+
+
+def test_interrupted_behind_a_hit(name: str, stack: TierStack) -> None:
+    model, kept = tiny(name), TieredCache(stack)
+    longer = torch.cat([prompt(LENGTH), prompt(9, seed=1)], dim=1)
+    with breaking(model, 0):
+        run(model, longer, past_key_values=kept)
+    check(model, prompt(LENGTH), stack, cached=LENGTH - 1, cache=kept)
+    run(model, longer, past_key_values=kept)
+    check(model, longer, stack, cached=longer.shape[1] - 1)
+
+
+def test_a_loop_of_ones_own_interrupted(name: str) -> None:
+    if not hasattr(transformers.Cache, "get_conv_state"):
+        pytest.skip("before, nothing tells")
+    stack, model, ids = new_stack(), tiny(name), prompt(LENGTH)
+    cache = TieredCache(stack)
+    options = {compat.CACHE_ARGUMENT: cache, "use_cache": True}
+    with torch.no_grad():
+        whole = model(ids).logits[:, -1]
+        cache.restore(model, ids)
+        if cache.usage.miss_reason is MissReason.UNSUPPORTED_LAYERS:
+            pytest.skip(cache.explain())
+        model(ids[:, :40], **options)
+        cache.commit(ids[:, :40])
+        with breaking(model, 0):
+            model(ids[:, 40:45], **options)
+        for _ in range(2):
+            start = cache.restore(model, ids)
+            assert start in (0, 40)
+            logits = model(ids[:, start:], **options).logits[:, -1]
+            torch.testing.assert_close(logits, whole, rtol=0, atol=ROUGH.get(model.config.model_type, 2e-3))
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_an_exception_between_forwards(name: str, step: int) -> None:
+    """Then a longer prompt, on the same cache and on another."""
+
+    class Stop(transformers.LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] == LENGTH + step:
+                raise ValueError
+            return scores
+
+    stack, model = new_stack(), tiny(name)
+    kept = TieredCache(stack)
+    with pytest.raises(ValueError):
+        run(model, prompt(LENGTH), past_key_values=kept, logits_processor=[Stop()])
+    longer = torch.cat([prompt(LENGTH), prompt(6, seed=3)], dim=1)
+    for cache in (kept, TieredCache(stack)):
+        out = run(model, longer, past_key_values=cache)
+        assert_same(out, run(model, longer), ROUGH.get(model.config.model_type, RECURRENT_TOLERANCE))
+
+
+# --- what else is done to a cache ---------------------------------------------------------------------------------------
+
+
+def test_pads_fed_token_by_token(name: str) -> None:
+    """The single step of some models takes a pad for a token: nothing of that is kept, and stock errors stay errors."""
+    stack, model, ids = new_stack(), tiny(name), prompt(30, rows=2)
+    ids[0, :12] = 0
+    mask = torch.ones_like(ids)
+    mask[0, :12] = 0
+    cache = TieredCache(stack)
+    try:
+        run(model, ids, attention_mask=mask, prefill_chunk_size=1, past_key_values=cache)
+    except ValueError:
+        assert name == "Mamba2"
+    assert cache.usage.cached_tokens == 0
+    assert not stack._index.blocks
+    check(model, ids[:1, 12:], stack, cached=0)
+
+
+@pytest.mark.parametrize("rows", [[1, 0], [1], [0, 0, 1]])
+def test_rows_selected_by_hand(name: str, rows: list[int]) -> None:
+    model, stack = tiny(name), new_stack()
+    kept = TieredCache(stack)
+    out = run(model, prompt(30, rows=2), past_key_values=kept)
+    kept.batch_select_indices(torch.tensor(rows))
+    longer = torch.cat([out.sequences[rows], prompt(5, seed=3, rows=2)[[row % 2 for row in rows]]], dim=1)
+    for cache in (kept, TieredCache(stack)):
+        found = run(model, longer, past_key_values=cache)
+        assert_same(found, run(model, longer), ROUGH.get(model.config.model_type, RECURRENT_TOLERANCE))
+
+
+def test_rows_repeated_by_hand(name: str) -> None:
+    model, stack = tiny(name), new_stack()
+    kept = TieredCache(stack)
+    out = run(model, prompt(30, rows=2), past_key_values=kept)
+    kept.batch_repeat_interleave(2)
+    longer = torch.cat([out.sequences.repeat_interleave(2, 0), prompt(5, seed=3, rows=4)], dim=1)
+    mask = torch.ones_like(longer)
+    found = run(model, longer, past_key_values=kept, attention_mask=mask)
+    assert kept.usage.cached_by_tier == {"resident": 34 * 4}, kept.explain()
+    cold = run(model, longer, attention_mask=mask)
+    assert_same(found, cold, ROUGH.get(model.config.model_type, RECURRENT_TOLERANCE))
+
+
+def test_a_crop_that_fails() -> None:
+    """Layers before the first recurrent one are cut already."""
+    if not compat.KEEPS_STATES:
+        pytest.skip("recurrent layers need transformers 5.17")
+    model = fresh("Qwen3Next", 3, layer_types=["full_attention", "linear_attention"])
+    kept = TieredCache(new_stack(2000))
+    out = run(model, prompt(30), past_key_values=kept)
+    with pytest.raises(RuntimeError):
+        kept.crop(-6)
+    longer = torch.cat([out.sequences[:, :28], prompt(5, seed=3)], dim=1)
+    assert_same(run(model, longer, past_key_values=kept), run(model, longer), RECURRENT_TOLERANCE)
+
+
+def test_inference_mode_and_then_none(name: str) -> None:
+    model, kept = tiny(name), TieredCache(new_stack())
+    with torch.inference_mode():
+        out = run(model, prompt(20), past_key_values=kept)
+    longer = torch.cat([out.sequences.clone(), prompt(4, seed=1)], dim=1)
+    check(model, longer, kept.stack, cached=24, cache=kept)
+
+
+def test_reset(name: str) -> None:
+    model, cache = tiny(name), TieredCache(new_stack())
+    run(model, prompt(20), past_key_values=cache)
+    cache.reset()
+    assert "empty" in repr(cache)
+    check(model, prompt(20), cache.stack, cached=19, cache=cache)
+
+
+@pytest.mark.parametrize("name", ["Lfm2", "Mamba2"], indirect=True)
+def test_a_batch_of_which_one_row_is_damaged(name: str, tmp_path: Path) -> None:
+    """The other row has another snapshot where the damage begins."""
+    model, a, b = tiny(name), prompt(48, seed=1), prompt(48, seed=2)
+    ids = torch.cat([torch.cat([a, b]), prompt(20, seed=3, rows=2)], dim=1)
+    with on_disk(tmp_path / "whole") as stack:
+        for system in (a, b):
+            warm(model, system, stack=stack)
+        for row in range(2):
+            run(model, ids[row : row + 1], past_key_values=TieredCache(stack), new_tokens=1)
+        assert stack.flush(30)
+    for number, file in enumerate(sorted((tmp_path / "whole").rglob("*.kv"))):
+        shutil.copytree(tmp_path / "whole", tmp_path / str(number))
+        hurt = tmp_path / str(number) / file.relative_to(tmp_path / "whole")
+        content = bytearray(hurt.read_bytes())
+        content[-1 if len(content) % 4096 else 100] ^= 1
+        hurt.write_bytes(content)
+        with on_disk(tmp_path / str(number)) as stack:
+            cache = TieredCache(stack)
+            out = run(model, ids, past_key_values=cache)
+            assert_same(out, run(model, ids), RECURRENT_TOLERANCE)
+            assert cache.usage.miss_reason is not MissReason.TIER_ERROR
+
+
+# --- how long it stays ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next"], indirect=True)
+def test_a_hit_pins_and_renews_its_snapshot(name: str, tmp_path: Path) -> None:
+    with on_disk(tmp_path) as stack:
+        settle(tiny(name))
+        run(tiny(name), prompt(LENGTH), past_key_values=TieredCache(stack, ttl=1000))
+        assert stack.flush(30)
+        files = list(tmp_path.rglob(f"*-{(LENGTH - 1) % 16}-*.kv"))
+        assert len(files) == 2
+        for file in files:
+            os.utime(file, (0, 0))
+        for block in stack._index.blocks.values():
+            for piece in block.pieces.values():
+                piece.saved_at = 0.0
+        longer = torch.cat([prompt(LENGTH - 1), prompt(9, seed=1)], dim=1)
+        longer[0, LENGTH - 1] = 3 if prompt(LENGTH)[0, LENGTH - 1] != 3 else 4
+        cache = TieredCache(stack, pin=True)
+        run(tiny(name), longer, past_key_values=cache)
+        assert cache.usage.cached_tokens == LENGTH - 1
+        assert stack.flush(30)
+        (ending,) = [block for block in stack._index.blocks.values() if block.num_tokens == (LENGTH - 1) % 16]
+        assert ending.pinned_bytes
+        assert ending.expires_at == float("inf")
+        assert all(file.stat().st_mtime > 0 for file in files)
+
+
+def test_nothing_is_kept_for_nobody(name: str) -> None:
+    cache = TieredCache(new_stack())
+    run(tiny(name), prompt(LENGTH), past_key_values=cache)
+    assert not cache._bound.snapshots

@@ -67,6 +67,7 @@ class Binding:
         self._salt = salt
         self._stay = stay
         self._reused = 0  # columns that came from the stack
+        self._from = 0  # the column of the snapshot among them
         self.layers = self.fresh_layers()
         self.snapshots: dict[int, tuple[torch.Tensor, ...]] = {}
         self._by_hand = by_hand  # fed by a loop of the user's
@@ -89,14 +90,17 @@ class Binding:
                 self.refusal = Refusal(MissReason.IDENTITY, why or identity.why_not(model))
             else:
                 self.identity = self._fingerprint.digest
-                self._try_out(model, self.identity)
 
-    def _try_out(self, model: PreTrainedModel, digest: bytes) -> None:
+    def _try_out(self, padded: bool) -> Refusal | None:
         """Refuse a model that does not go on from a prefix as it should, where that is not what it does at every step."""
-        if is_stateful(self.layers):
-            self._verdict = selfcheck.verdict(model, digest, self._by_hand)
+        if self.identity is None or not is_stateful(self.layers):
+            return None
+        for pads in (False, True) if padded else (False,):
+            self._verdict = selfcheck.verdict(self.model, self.identity, padded=pads, by_hand=self._by_hand)
             if self._verdict.why is not None:
                 self.refusal = Refusal(MissReason.UNSUPPORTED_LAYERS, self._verdict.why)
+                return self.refusal
+        return None
 
     @property
     def takes_snapshots(self) -> bool:
@@ -108,7 +112,7 @@ class Binding:
         self.snapshots[column] = tuple(tensor.clone() for _, _, tensor in states(self.layers))
 
     def refuse_prompt(self, prompt: Columns, at_once: bool) -> Refusal | None:
-        """Refuse left pads that the model does not go on from, and rotary frequencies that are not known.
+        """Refuse what the model does not go on from rightly, and rotary frequencies that are not known.
 
         Notes whether those are the ones of long requests, where they depend on the length.
 
@@ -120,10 +124,16 @@ class Binding:
         if self._long and not (self._one_long_regime and at_once):
             why = "the prompt is longer than the length at which its rotary embedding changes"
             return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
-        if any(prompt.pads) and self._verdict is not None and not self._verdict.serves_pads:
-            why = f"{self.model.config.model_type} in transformers goes on wrongly from a prefix with left pads"
-            return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
-        return None
+        if any(prompt.pads) and not at_once and is_stateful(self.layers):
+            # The step of one token of some models takes a pad for a token.
+            why = "left pads in a prompt that may be fed token by token, to recurrent layers"
+            self.refusal = Refusal(MissReason.UNSUPPORTED_LAYERS, why)
+            return self.refusal
+        return self._try_out(any(prompt.pads))
+
+    def can_split(self, prompt: Columns, column: int) -> bool:
+        """Say whether a forward up to `column` has the rotary frequencies of the whole prompt."""
+        return not self._long or column > self._switch + min(prompt.pads)
 
     def room(self, columns: Columns) -> int:
         """Return up to which column K/V are of one regime: a short request that grew beyond the switch mixes two from there."""
@@ -133,12 +143,8 @@ class Binding:
         """Say whether K/V computed under this binding are those that `other` would compute."""
         return self.identity is not None and self.identity == other.identity and self._long == other._long
 
-    def match(self, prompt: Columns, by_hand: bool) -> list[Match]:
-        """Find and hold what is stored of each row. The caller must `release` all of it.
-
-        Args:
-            by_hand: the prompt is fed by a loop of the user's, and positions are as it says (see `_salt_of`).
-        """
+    def match(self, prompt: Columns) -> list[Match]:
+        """Find and hold what is stored of each row. The caller must `release` all of it."""
         assert self.identity is not None
         assert self._fingerprint is not None
         shapes: list[tuple[SequenceLayout, int]] = []
@@ -149,7 +155,7 @@ class Binding:
         matches: list[Match] = []
         try:
             for row in range(prompt.rows):
-                salt = self._salt_of(prompt, row, by_hand)
+                salt = self._salt_of(prompt, row)
                 matches.append(self._stack.match(self.identity, salt, prompt.row(row), shapes))
         except BaseException:
             self.release(matches)
@@ -191,7 +197,9 @@ class Binding:
         step = self._stack.block_tokens
         first = [pad + max(columns - pad - window, 0) // step * step for pad in prompt.pads]
         origin = min([max(columns - window, 0), *first])
-        kept = allocate(layers, layout, batch, columns, origin, layer_devices(self.model, len(layers)))
+        devices = layer_devices(self.model, len(layers))
+        assert devices is not None
+        kept = allocate(layers, layout, batch, columns, origin, devices)
         for slid in side_layers(layers):
             slid.valid_from = tuple(column for column in first for _ in range(expand))
         strips = strips_of(layers)
@@ -215,8 +223,10 @@ class Binding:
                 left[row], served_by_row[row] = fetched.match, fetched.served
                 is_complete &= fetched.is_complete
                 reached = min(reached, pad + fetched.num_tokens)
+                if window and not is_complete:  # what other rows take before a shorter end is not what was made room for
+                    return Loaded(0, {}, left)
         reached = prompt.end(reached)
-        if not is_complete and (window or reached <= min(prompt.pads)):
+        if not is_complete and reached <= min(prompt.pads):
             return Loaded(0, {}, left)
         if isinstance(layout.side, SnapshotLayout):
             put_states(layers, [(place, name) for place, name, _, _ in layout.side.pieces], kept, columns)
@@ -226,15 +236,18 @@ class Binding:
             slid.settle()
         if reached < columns:
             truncate(layers, reached)
-        self.layers, self._reused = layers, reached
+        self.layers, self._reused, self._from = layers, reached, columns
         served: dict[str, int] = {}
         for pad, by_tier in zip(prompt.pads, served_by_row, strict=True):
             for tier, tokens in _first(by_tier, reached - pad).items():
                 served[tier] = served.get(tier, 0) + tokens
         return Loaded(reached, served, left)
 
-    def store(self, columns: Columns, rows: Sequence[int], stops: Sequence[int], by_hand: bool) -> int:
-        """Store `rows` of the layers' K/V, each up to its column `stop`; return how many tokens are new."""
+    def store(self, columns: Columns, rows: Sequence[int], stops: Sequence[int], *, is_complete: bool) -> int:
+        """Store `rows` of the layers' K/V, each up to its column `stop`; return how many tokens are new.
+
+        `is_complete`: no forward was interrupted, so that states are those after the last column.
+        """
         # Weights or adapters may have changed during the call: then nobody knows which tokens saw which.
         if self.identity is None or self._fingerprint is None or not identity.is_unchanged(self.model, self._fingerprint):
             return 0
@@ -244,7 +257,7 @@ class Binding:
             return 0
         layout = layout_of(self.layers)
         snapshots = dict(self.snapshots)
-        if is_stateful(self.layers) and lengths(self.layers) == {columns.length}:
+        if is_complete and is_stateful(self.layers) and lengths(self.layers) == {columns.length}:
             snapshots[columns.length] = tuple(tensor for _, _, tensor in states(self.layers))
         goes_to_disk = self._stack.disk is not None and self._fingerprint.is_portable
         about = identity.describe(self.model) if goes_to_disk else None
@@ -264,10 +277,11 @@ class Binding:
                         for column, kept in snapshots.items()
                         if columns.pads[row] < column <= columns.pads[row] + len(tokens)
                     },
+                    restored_end=self._from - columns.pads[row] if is_stateful(self.layers) else 0,
                 )
                 created += self._stack.commit(
                     self.identity,
-                    self._salt_of(columns, row, by_hand),
+                    self._salt_of(columns, row),
                     tokens,
                     port,
                     reused=max(0, self._reused - columns.pads[row]),
@@ -278,12 +292,12 @@ class Binding:
             slid.drop_captured(columns.length - layout.window - self._stack.block_tokens)
         return created
 
-    def _salt_of(self, columns: Columns, row: int, by_hand: bool) -> bytes:
+    def _salt_of(self, columns: Columns, row: int) -> bytes:
         """Return the salt of a row, with all that K/V depend on beyond tokens and identity.
 
         generate() counts positions from a row's first token; a user's loop may count pads too.
         """
-        pads = columns.pads[row] if by_hand else 0
+        pads = columns.pads[row] if self._by_hand else 0
         return b"".join([b"long rope|" * self._long, b"after %d pads|" % pads if pads else b"", self._salt])
 
     def fresh_layers(self) -> list[Any]:
@@ -315,6 +329,8 @@ class Binding:
             return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
         if compat.has_virtual_tokens(model):
             return Refusal(MissReason.UNKNOWN_CONTENT, "PEFT puts learned virtual tokens in front of the prompt")
+        if layer_devices(model, len(self.layers)) is None:
+            return Refusal(MissReason.UNSUPPORTED_LAYERS, "it is not clear on which device each of its layers computes")
         if compat.is_bidirectional(model.config):
             why = "the model's attention looks at later tokens, so a prefix has no K/V of its own"
             return Refusal(MissReason.UNSUPPORTED_LAYERS, why)

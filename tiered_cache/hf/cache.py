@@ -7,6 +7,7 @@ to own when that happens in a generate() call (session) and the way to and from 
 import copy
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -21,11 +22,11 @@ from tiered_cache.hf.binding import Binding
 from tiered_cache.hf.checks import check_stay
 from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.content import refuse_by_hand
-from tiered_cache.hf.explain import Refusal, describe, why_not_more
+from tiered_cache.hf.explain import Refusal, describe
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, begin_forward
 from tiered_cache.hf.prefill import split_points
-from tiered_cache.hf.resident import Resident
-from tiered_cache.hf.shapes import lengths, truncate
+from tiered_cache.hf.resident import Resident, fill
+from tiered_cache.hf.shapes import is_stateful, lengths
 from tiered_cache.interrupts import uninterrupted
 from tiered_cache.stack import TierStack, check_stack
 from tiered_cache.usage import MissReason, Usage
@@ -86,6 +87,7 @@ class TieredCache(DynamicCache):
         self._salt = salt.encode() if isinstance(salt, str) else salt or b""
         self._binding: Binding | None = None
         self._may_store = False
+        self._forwards: Counter[tuple[str, int]] = Counter()  # that came to the attention, and to the state, of each layer
         self._by_hand = False  # filled through restore(), which needs no hooks
         self._fed: Columns | None = None  # ... for this prompt
         self._refusal: Refusal | None = None
@@ -155,20 +157,20 @@ class TieredCache(DynamicCache):
 
     def take_out(self) -> Resident:
         """Take what this cache holds out of it; `put_back` undoes that."""
-        resident = Resident(self.layers, self.columns, self._binding)
+        resident = Resident(self.layers, self.columns, self._binding, self._forwards)
         self.columns = None  # first: tokens are never known of layers that are not there
         self.layers = []
         return resident
 
     def put_back(self, resident: Resident) -> None:
         """Hold again what `take_out` returned."""
-        self.layers, self._binding = resident.layers, resident.binding
+        self.layers, self._binding, self._forwards = resident.layers, resident.binding, resident.forwards
         self.columns = resident.columns
 
     def bind(self, model: PreTrainedModel, *, by_hand: bool = False) -> Refusal | None:
         """Make fresh layers for `model`; return why nothing may be reused with it, or None."""
         self._binding = Binding(model, self.stack, self._salt, self._stay, by_hand)
-        self.layers, self.columns = self._binding.layers, None
+        self.layers, self.columns, self._forwards = self._binding.layers, None, Counter()
         self._by_hand, self._fed = by_hand, None
         self._first_layer = next(place for place, layer in enumerate(self.layers) if not isinstance(layer, compat.EMPTY_LAYERS))
         return self._binding.refusal
@@ -209,7 +211,7 @@ class TieredCache(DynamicCache):
         columns, served = 0, dict[str, int]()
         if refusal is None and prompt is None:
             refusal = Refusal(MissReason.UNKNOWN_CONTENT, "the attention mask is not left padding followed by tokens")
-        if prompt is not None:
+        if prompt is not None and (refusal is None or refusal.stores):
             of_prompt = self._bound.refuse_prompt(prompt, at_once)
             refusal = Refusal.first([reason for reason in (refusal, of_prompt) if reason is not None])
         self._may_store = refusal is None or refusal.stores
@@ -218,7 +220,7 @@ class TieredCache(DynamicCache):
         if refusal is None and prompt is not None:
             try:
                 with uninterrupted():  # a hold that is never released would keep its blocks for ever
-                    columns, served, refusal, known = self._fetch(prompt, expand, resident)
+                    columns, served, refusal, known = fill(self._bound, prompt, expand, resident)
             except Exception as error:  # noqa: BLE001  a tier that fails, in whatever way, is a miss
                 _warn("Reuse failed, the whole prompt is computed", error)
                 refusal = Refusal(MissReason.TIER_ERROR, f"a tier failed ({error})")
@@ -229,7 +231,8 @@ class TieredCache(DynamicCache):
         self.note(Usage(prompt_tokens, cached, 0, served, time.perf_counter() - started, reason), refusal)
         self.columns = prompt.cut(columns).repeat(expand) if prompt is not None and columns else None
         splits = may_split and self._bound.takes_snapshots
-        self.split_points = split_points(prompt, columns, known) if prompt is not None and splits else []
+        points = split_points(prompt, columns, known) if prompt is not None and splits else []
+        self.split_points = [point for point in points if prompt is not None and self._bound.can_split(prompt, point)]
         return columns
 
     @property
@@ -243,19 +246,26 @@ class TieredCache(DynamicCache):
         if self._may_store and self._bound.takes_snapshots and length:
             self._bound.take_snapshot(length)
 
+    def drop_snapshots(self) -> None:
+        """Free what was kept to be stored."""
+        if self._binding is not None:
+            self._binding.snapshots.clear()
+
     def note(self, usage: Usage, refusal: Refusal | None) -> None:
         """Keep what the present call did, for `usage` and `explain()`."""
         self.usage, self._refusal = usage, refusal
 
-    def store(self, rows: Sequence[int], stops: Sequence[int]) -> None:
+    def store(self, rows: Sequence[int], stops: Sequence[int], *, is_complete: bool = True) -> None:
         """Store `rows` of the known columns, each up to its column `stop`, as far as they are not stored yet.
+
+        `is_complete`: no forward was interrupted.
 
         A tier that fails costs the storing, never the caller's result.
         """
         if self.columns is None or not self._may_store:
             return
         try:
-            self.usage.created_tokens += self._bound.store(self.columns, rows, stops, self._by_hand)
+            self.usage.created_tokens += self._bound.store(self.columns, rows, stops, is_complete=is_complete)
         except Exception as error:  # noqa: BLE001
             _warn("Storing failed, this call's K/V are not kept", error)
 
@@ -265,7 +275,8 @@ class TieredCache(DynamicCache):
         What is beyond may be incomplete after an exception.
         """
         known = (GrowableLayer, CapturingSlidingLayer)
-        if all(isinstance(layer, known) and layer.can_truncate(length) for layer in self.layers):
+        can_cut = all(isinstance(layer, known) and layer.can_truncate(length) for layer in self.layers)
+        if can_cut and not is_stateful(self.layers):  # who knows where in a forward a state is
             for layer in self.layers:
                 layer.truncate(length)
             return length
@@ -279,6 +290,7 @@ class TieredCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append one layer's K/V `[B, H, t, D]`. Mirrors Cache.update."""
         self._note_forward(layer_idx)
+        self._forwards["attention", layer_idx] += 1
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -289,6 +301,7 @@ class TieredCache(DynamicCache):
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return one layer's convolution. Mirrors Cache.get_conv_state, which a forward calls once before it updates."""
         begin_forward(self.layers[layer_idx], state_idx)
+        self._forwards["state", layer_idx] += state_idx == 0
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -315,7 +328,11 @@ class TieredCache(DynamicCache):
         return False
 
     def crop(self, tokens_to_remove: int) -> None:
+        known, self.columns = self.columns, None  # should it raise, who knows which layers were cut
+        self._forwards["cut", 0] = -1
         super().crop(tokens_to_remove)
+        del self._forwards["cut", 0]
+        self.columns = known
         self._follow(lambda columns: columns.cut(self.get_seq_length()))
 
     def reset(self) -> None:
@@ -363,30 +380,6 @@ class TieredCache(DynamicCache):
         """Let the known tokens follow what was done to the rows. In a generate() call the session sees to that."""
         if self.columns is not None and self.session is None:
             self.columns = change(self.columns)
-
-    def _fetch(self, prompt: Columns, expand: int, resident: Resident) -> tuple[int, dict[str, int], Refusal | None, list[int]]:
-        """Hold the longest known prefix: (its columns, tokens by tier, why not all but one, tokens stored of each row)."""
-        binding = self._bound
-        assert binding.identity is not None
-        limit = prompt.length - 1  # one token is left to compute: its logits are wanted
-        kept = resident.serves(prompt.repeat(expand), binding, limit)
-        matches = binding.match(prompt, self._by_hand)
-        try:
-            columns, served = 0, dict[str, int]()
-            while columns == 0 and (stored := binding.usable(prompt, matches, limit)) > kept:
-                if not any(match.on_disk for match in matches):  # nothing can fail any more
-                    resident.layers.clear()  # not needed any more: frees their memory before more is taken
-                loaded = binding.load(prompt, expand, matches, stored)
-                columns, served, matches = loaded.columns, loaded.served, loaded.matches
-            if kept > columns:
-                columns, served = kept, {"resident": sum(max(0, kept - pad) for pad in prompt.pads)}
-                binding.layers = resident.layers
-                truncate(resident.layers, kept)
-        finally:
-            binding.release(matches)
-        known = [match.known_tokens for match in matches]
-        why = why_not_more(prompt.pads, matches, columns, binding.takes_snapshots) if columns < limit else None
-        return columns, served, why, known
 
 
 def _warn(what: str, error: Exception) -> None:

@@ -166,7 +166,7 @@ class StatefulLayer(ABC):
         num_tokens: how many it was fed, of a layer without attention.
     """
 
-    num_tokens: int
+    num_tokens = 0
 
     @abstractmethod
     def state(self) -> dict[str, torch.Tensor]:
@@ -179,7 +179,7 @@ class StatefulLayer(ABC):
 
 def begin_forward(layer: Any, state_idx: int) -> None:
     """Count a forward of a recurrent layer, when it asks for its state."""
-    if state_idx == 0 and hasattr(layer, "num_tokens"):
+    if state_idx == 0 and isinstance(layer, StatefulLayer):
         layer.num_tokens += 1
 
 

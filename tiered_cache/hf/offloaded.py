@@ -79,7 +79,9 @@ class Offloaded:
 def device_of(model: torch.nn.Module) -> torch.device:
     """Return the device that `model` computes on: that of its first parameter, wherever that rests."""
     device = next(model.parameters()).device
-    return device if device.type != "meta" else min(execution_devices(model), key=str, default=device)
+    if device.type != "meta":
+        return device
+    return min(execution_devices(model), key=lambda each: (each.type == "cpu", str(each)), default=device)
 
 
 def execution_devices(model: torch.nn.Module) -> set[torch.device]:
@@ -93,17 +95,14 @@ def execution_devices(model: torch.nn.Module) -> set[torch.device]:
     return found - {torch.device("meta")}
 
 
-def layer_devices(model: Any, num_layers: int) -> list[torch.device]:
-    """Return the device of each of a decoder's layers: where its K/V are computed, and belong."""
-    everywhere = [device_of(model)] * num_layers
-    if not getattr(model, "hf_device_map", None):
-        return everywhere
+def layer_devices(model: Any, num_layers: int) -> list[torch.device] | None:
+    """Return the device of each of a decoder's layers, where its K/V are computed, and belong; None if that is not clear."""
+    if not getattr(model, "hf_device_map", None) or len(execution_devices(model)) < 2:
+        return [device_of(model)] * num_layers
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     lists = (module for module in decoder.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers)
     found = [execution_devices(layer) for layer in next(lists, ())]
-    return [
-        devices.pop() if len(devices) == 1 else device for devices, device in zip(found, everywhere, strict=False)
-    ] or everywhere
+    return [devices.pop() for devices in found] if found and all(len(devices) == 1 for devices in found) else None
 
 
 def replaces_forward(module: torch.nn.Module) -> list[Any]:

@@ -48,9 +48,8 @@ def warm(
         start = cache.restore(model, input_ids)
         left = input_ids[:, start:].to(device_of(inner))
         with progress.show(left.shape[1], "Warming", " tokens") as bar:
-            last = left.shape[1] - 1  # a prompt that is the same has one token left to compute
-            parts = [left[:, :last], left[:, last:]] if cache.split_points and last else [left]
-            for part in parts:
+            stops = [stop - start for stop in cache.split_points]
+            for part in torch.tensor_split(left, stops, dim=1):
                 for chunk in torch.split(part, CHUNK_TOKENS, dim=1):
                     inner(chunk, **options)
                     bar.update(chunk.shape[1])

@@ -1,20 +1,31 @@
-"""What a cache held before a call, and how much of it serves the next prompt."""
+"""What a cache held before a call, and whether that or what is stored serves the next prompt better.
 
+Refuses to own which tokens the cache holds afterwards (cache) and how K/V are fetched (binding).
+"""
+
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from tiered_cache.hf.binding import Binding
 from tiered_cache.hf.columns import Columns
-from tiered_cache.hf.shapes import is_stateful, lengths
+from tiered_cache.hf.explain import Refusal, why_not_more
+from tiered_cache.hf.shapes import is_stateful, lengths, truncate
+
+
+def is_whole(forwards: Counter[tuple[str, int]]) -> bool:
+    """Say whether as many forwards came to each part of each layer: else one was interrupted, and some states are ahead."""
+    return len(set(forwards.values())) <= 1
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Layers, and the tokens of their columns as far as they are known."""
+    """Layers, the tokens of their columns as far as they are known, and how many forwards came to each (see TieredCache)."""
 
     layers: list[Any]
     columns: Columns | None
     binding: Binding | None
+    forwards: Counter[tuple[str, int]]
 
     @property
     def length(self) -> int:
@@ -27,6 +38,35 @@ class Resident:
             return 0
         whole = min(lengths(self.layers), default=0)
         columns = prompt.end(min(self.columns.shared(prompt), whole, limit, self.binding.room(self.columns)))
-        if is_stateful(self.layers) and columns < self.length:  # a state goes forward only
+        if is_stateful(self.layers) and (columns < self.length or not is_whole(self.forwards)):  # a state goes forward only
             return 0
         return columns if all(layer.can_truncate(columns) for layer in self.layers if hasattr(layer, "can_truncate")) else 0
+
+
+def fill(
+    binding: Binding, prompt: Columns, expand: int, resident: Resident
+) -> tuple[int, dict[str, int], Refusal | None, list[int]]:
+    """Let the layers of `binding` hold the longest known prefix of `prompt`, `expand` rows of each.
+
+    Returns:
+        Its columns, tokens by tier, why it is not all but one token, and how many tokens are stored of each row.
+    """
+    limit = prompt.length - 1  # one token is left to compute: its logits are wanted
+    kept = resident.serves(prompt.repeat(expand), binding, limit)
+    matches = binding.match(prompt)
+    try:
+        columns, served = 0, dict[str, int]()
+        while columns == 0 and (stored := binding.usable(prompt, matches, limit)) > kept:
+            if not any(match.on_disk for match in matches):  # nothing can fail any more
+                resident.layers.clear()  # not needed any more: frees their memory before more is taken
+            loaded = binding.load(prompt, expand, matches, stored)
+            columns, served, matches = loaded.columns, loaded.served, loaded.matches
+        if kept > columns:
+            columns, served = kept, {"resident": sum(max(0, kept - pad) for pad in prompt.pads)}
+            binding.layers = resident.layers
+            truncate(resident.layers, kept)
+    finally:
+        binding.release(matches)
+    known = [match.known_tokens for match in matches]
+    why = why_not_more(prompt.pads, matches, columns, binding.takes_snapshots) if columns < limit else None
+    return columns, served, why, known

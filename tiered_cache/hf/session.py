@@ -9,6 +9,7 @@ import functools
 import logging
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -121,6 +122,7 @@ class Session:
     def close(self) -> None:
         """Give the cache back to its user."""
         self._cache.session = self._frame = None
+        self._cache.drop_snapshots()
         self._cache.stack.record(self._cache.usage)
 
     def encloses_this(self) -> bool:
@@ -206,7 +208,7 @@ class Session:
             whole_ids, prompt_tokens = input_ids, passed_tokens
         at_once = generation_config.prefill_chunk_size is None
         self._covered = cache.reuse(self._prompt, prompt_tokens, self._expand, self._resident, refusal, at_once=at_once)
-        self._resident = Resident([], None, None)  # frees what was not reused
+        self._resident = Resident([], None, None, Counter())  # frees what was not reused
         self._stage = Stage.RESTORED
         points = cache.split_points if at_once or compat.CHUNKED_PREFILL_CONTINUES else ()
         held = None if compat.slices_prompts(cache) else self._covered
@@ -385,7 +387,7 @@ class Session:
             return
         self._cache.columns = prompt.repeat(self._expand)
         rows = range(0, prompt.rows * self._expand, self._expand)
-        self._cache.store(rows, [prompt.length] * len(rows))
+        self._cache.store(rows, [prompt.length] * len(rows), is_complete=False)
 
 
 def _uniform_length(cache: TieredCache) -> int | None:

@@ -5,14 +5,15 @@ binding). Needs transformers 5.17.
 """
 
 # transformers' base classes do not fit each other:
-# mypy: disable-error-code="misc, override, no-untyped-call"
+# mypy: disable-error-code="misc, override, no-untyped-call, union-attr"
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 from transformers.cache_utils import (
+    DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
@@ -22,30 +23,64 @@ from transformers.cache_utils import (
 from tiered_cache.hf.layers import GrowableLayer, StatefulLayer
 
 
-class StateLayer(LinearAttentionLayer, StatefulLayer):
-    """Linear attention, state space or short convolution, as LinearAttentionLayer.
+class _Recurrent(LinearAttentionLayer, StatefulLayer):
+    """What recurrent layers have in common, with attention and without.
 
-    `num_tokens` is right where the model's forward asks the cache for the state, once, before it updates it.
+    `num_tokens` is right where the model's forward asks the cache for the state, once, before it updates it with all it is fed.
     """
-
-    def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
-        super().__init__(number_of_states=number_of_states, **kwargs)
-        self.num_tokens = 0
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         # A single step writes in place, and is not seen here but when it asks for the state.
         self.num_tokens += conv_states.shape[-1] - 1 if state_idx == 0 else 0
         return super().update_conv_state(conv_states, state_idx, **kwargs)
 
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        # A tensor made in inference mode cannot be written outside of it; one made outside can be written anywhere.
+        with torch.inference_mode(False):
+            super().lazy_initialization(*args, **kwargs)
+
     def state(self) -> dict[str, torch.Tensor]:
-        return _recurrent_state(self)
+        kinds = (("conv", self.conv_states), ("recurrent", self.recurrent_states))
+        return {f"{name}{place}": state for name, states in kinds for place, state in states.items() if state is not None}
 
     def put_state(self, state: Mapping[str, torch.Tensor], num_tokens: int) -> None:
-        _put_recurrent_state(self, state)
+        for place in range(self.number_of_states):
+            conv, recurrent = state.get(f"conv{place}"), state.get(f"recurrent{place}")
+            if conv is not None:
+                # Beside attention, whose K/V set the device, nothing else sets it.
+                self.dtype = self.dtype or conv.dtype  # type: ignore[assignment]
+                self.lazy_initialization(conv_states=conv, state_idx=place)
+                self.conv_states[place].copy_(conv)
+            if recurrent is not None:
+                self.lazy_initialization(recurrent_states=recurrent, state_idx=place)
+                self.recurrent_states[place].copy_(recurrent)
+            self.has_previous_state[place] = conv is not None or recurrent is not None
         self.num_tokens = num_tokens
 
+    def reset(self) -> None:
+        super().reset()
+        self.num_tokens = 0
 
-class HybridLayer(LinearAttentionAndFullAttentionLayer, GrowableLayer, StatefulLayer):
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if isinstance(self, DynamicLayer):
+            super().batch_repeat_interleave(repeats)
+        self._change(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if isinstance(self, DynamicLayer):
+            super().batch_select_indices(indices)
+        self._change(lambda state: state[indices, ...])
+
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({place: change(state) for place, state in states.items() if state is not None})
+
+
+class StateLayer(_Recurrent):
+    """Linear attention, state space or short convolution, as LinearAttentionLayer."""
+
+
+class HybridLayer(_Recurrent, LinearAttentionAndFullAttentionLayer, GrowableLayer):
     """A state besides full attention, whose K/V grow in steps."""
 
     def __init__(self, number_of_states: int = 1, **kwargs: Any) -> None:
@@ -55,6 +90,7 @@ class HybridLayer(LinearAttentionAndFullAttentionLayer, GrowableLayer, StatefulL
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
         GrowableLayer.reset(self)
+        self.num_tokens = 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         LinearAttentionLayer.reorder_cache(self, beam_idx)
@@ -63,12 +99,6 @@ class HybridLayer(LinearAttentionAndFullAttentionLayer, GrowableLayer, StatefulL
     def crop(self, tokens_to_remove: int) -> None:
         LinearAttentionLayer.crop(self, tokens_to_remove)
         GrowableLayer.crop(self, tokens_to_remove)
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return _recurrent_state(self)
-
-    def put_state(self, state: Mapping[str, torch.Tensor], num_tokens: int) -> None:
-        _put_recurrent_state(self, state)
 
 
 class WindowLayer(DynamicSlidingWindowLayer, StatefulLayer):
@@ -81,34 +111,15 @@ class WindowLayer(DynamicSlidingWindowLayer, StatefulLayer):
         _put_window_state(self, state, num_tokens)
 
 
-class WindowHybridLayer(LinearAttentionAndSlidingWindowAttentionLayer, StatefulLayer):
+class WindowHybridLayer(_Recurrent, LinearAttentionAndSlidingWindowAttentionLayer):
     """A state besides sliding-window attention, whose last window belongs to it."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {**_recurrent_state(self), **_window_state(self)}
+        return {**super().state(), **_window_state(self)}
 
     def put_state(self, state: Mapping[str, torch.Tensor], num_tokens: int) -> None:
-        _put_recurrent_state(self, state)
+        super().put_state(state, num_tokens)
         _put_window_state(self, state, num_tokens)
-
-
-def _recurrent_state(layer: LinearAttentionLayer) -> dict[str, torch.Tensor]:
-    kinds = (("conv", layer.conv_states), ("recurrent", layer.recurrent_states))
-    return {f"{name}{place}": state for name, states in kinds for place, state in states.items() if state is not None}
-
-
-def _put_recurrent_state(layer: LinearAttentionLayer, state: Mapping[str, torch.Tensor]) -> None:
-    # A tensor made in inference mode cannot be written outside of it; one made outside can be written anywhere.
-    with torch.inference_mode(False):
-        for place in range(layer.number_of_states):
-            conv, recurrent = state.get(f"conv{place}"), state.get(f"recurrent{place}")
-            if conv is not None:
-                layer.lazy_initialization(conv_states=conv, state_idx=place)
-                layer.conv_states[place].copy_(conv)  # type: ignore[union-attr]
-            if recurrent is not None:
-                layer.lazy_initialization(recurrent_states=recurrent, state_idx=place)
-                layer.recurrent_states[place].copy_(recurrent)  # type: ignore[union-attr]
-            layer.has_previous_state[place] = conv is not None or recurrent is not None
 
 
 def _window_state(layer: DynamicSlidingWindowLayer) -> dict[str, torch.Tensor]:

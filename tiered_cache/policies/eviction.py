@@ -14,8 +14,8 @@ class EvictionPolicy(Protocol):
     def chill(self, key: bytes) -> None:
         """Note that a known `key` is the least worth keeping."""
 
-    def remove(self, key: bytes) -> None:
-        """Forget `key`."""
+    def remove(self, key: bytes, *, evicted: bool = False) -> None:
+        """Forget `key`. `evicted`: to make room for others."""
 
     def victims(self) -> Iterator[bytes]:
         """Yield keys, the first to be evicted first. The caller skips those it must keep and changes nothing meanwhile."""
@@ -39,7 +39,7 @@ class LRU:
     def chill(self, key: bytes) -> None:
         self._order.move_to_end(key, last=False)
 
-    def remove(self, key: bytes) -> None:
+    def remove(self, key: bytes, *, evicted: bool = False) -> None:
         self._order.pop(key, None)
 
     def victims(self) -> Iterator[bytes]:
@@ -47,7 +47,7 @@ class LRU:
 
 
 class GreedyDual:
-    """Least value first, where what was not used for long has lost some: each removal raises what a new touch is worth.
+    """Least value first, where what was not used for long has lost some: each eviction raises what a new touch is worth.
 
     For snapshots, whose values differ widely: the only one of a long chat saves thousands of tokens, the one in the middle
     of an answer few. Source: Cao and Irani, Cost-Aware WWW Proxy Caching Algorithms, 1997 (GreedyDual-Size).
@@ -63,8 +63,10 @@ class GreedyDual:
     def chill(self, key: bytes) -> None:
         self._worth[key] = self._floor
 
-    def remove(self, key: bytes) -> None:
-        self._floor = max(self._floor, self._worth.pop(key, 0.0)) if self._worth else 0.0
+    def remove(self, key: bytes, *, evicted: bool = False) -> None:
+        worth = self._worth.pop(key, 0.0)
+        if evicted:
+            self._floor = max(self._floor, worth)
 
     def victims(self) -> Iterator[bytes]:
         return iter(sorted(self._worth, key=self._worth.__getitem__))

@@ -151,7 +151,9 @@ class DiskTier:
         name = Name.of(block_key(parent, tokens), parent, tokens, kind == SIDE)
         shard = branch.shard(self._listing, parent)
         path = f"{shard.path}/{name}"
-        is_there = self._touch(path, kind) and not (kind == MAIN and self._remove_expired(shard, name))
+        is_there = self._touch(path, kind == MAIN or branch.window == SNAPSHOT) and not (
+            kind == MAIN and self._remove_expired(shard, name)
+        )
         is_outdated = is_there and self._ends_too_soon(shard, name, stay)
         written = is_outdated or not is_there
         if written:
@@ -201,14 +203,14 @@ class DiskTier:
                     raise
         raise AssertionError("the last try returns or raises")
 
-    def _touch(self, path: str, kind: str) -> bool:
-        """Note the use of a piece, if it is there; say whether it is."""
+    def _touch(self, path: str, notes_use: bool) -> bool:
+        """Say whether a piece is there, and note its use. Those of windows go first, until a hit reads them."""
         try:
             found = calls.stat(path)
         except FileNotFoundError:
             return False
         now = calls.now()
-        if kind == MAIN and not 0 <= now - found.st_mtime < TOUCH_S:
+        if notes_use and not 0 <= now - found.st_mtime < TOUCH_S:
             quietly(lambda: calls.set_used(path, now))
         return True
 
