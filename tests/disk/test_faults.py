@@ -204,7 +204,8 @@ class Disk:
 
     @property
     def cuts_short(self) -> bool:
-        return self._fault is not None and self._fault.error == NONE
+        """Whether reads come short: a file that ends too soon is a candidate less, and half is made up for by a second read."""
+        return self._fault is not None and self._fault.error in (NONE, HALF)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -366,7 +367,7 @@ def using(scene: Scene, disk: Disk, path: Path, fault: Fault | None) -> None:
 def assert_reason(disk: Disk, got: Got, asked: int) -> None:
     """Assert that what kept a lookup from being complete is said."""
     failed = {call for call, thread in disk.failed if thread == READER and call in READS}
-    if got.length < asked and failed and not disk.cuts_short:  # a file that is cut short is a candidate less
+    if got.length < asked and failed and not disk.cuts_short:
         assert got.trouble is MissReason.TIER_ERROR
     elif not failed:
         assert got.trouble is None or got.trouble is MissReason.NOT_STORED

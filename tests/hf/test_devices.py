@@ -19,7 +19,7 @@ def spread(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     model = fresh(name)
     model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
     real = offloaded.execution_devices
-    of_layers = {id(layer): {PLACES[number]} for number, layer in enumerate(model.model.layers)}
+    of_layers = {id(layer): {PLACES[number]} for number, layer in enumerate(model.model.layers)} | {id(model): set(PLACES)}
     monkeypatch.setattr(offloaded, "execution_devices", lambda module: of_layers.get(id(module)) or real(module))
     return model
 
@@ -48,3 +48,12 @@ def test_a_model_on_one_device_is_not_walked(monkeypatch: pytest.MonkeyPatch) ->
     model = fresh()
     monkeypatch.setattr(offloaded, "execution_devices", lambda module: 1 / 0)
     assert binding.layer_devices(model, 2) == [torch.device("cpu")] * 2
+
+
+def test_where_it_is_not_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer on two devices: without reuse, and the reason is said."""
+    model = spread("Llama", monkeypatch)
+    monkeypatch.setattr(offloaded, "execution_devices", lambda module: set(PLACES))
+    cache = TieredCache(new_stack())
+    assert_same(run(model, prompt(LENGTH), past_key_values=cache), run(model, prompt(LENGTH)))
+    assert "on which device" in cache.explain()
