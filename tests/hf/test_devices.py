@@ -20,7 +20,7 @@ def spread(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
     real = offloaded.execution_devices
     of_layers = {id(layer): {PLACES[number]} for number, layer in enumerate(model.model.layers)} | {id(model): set(PLACES)}
-    monkeypatch.setattr(offloaded, "execution_devices", lambda module: of_layers.get(id(module)) or real(module))
+    monkeypatch.setattr(offloaded, "execution_devices", lambda module: set(of_layers.get(id(module), ())) or real(module))
     return model
 
 
