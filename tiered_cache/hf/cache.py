@@ -125,6 +125,8 @@ class TieredCache(DynamicCache):
     def commit(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> None:
         """Store the K/V this cache holds for `input_ids` `[B, T]`, the tokens fed so far (and perhaps some not fed yet).
 
+        A model with recurrent layers goes on only from where a commit was made: make one after the prompt too.
+
         Args:
             input_ids: all tokens from the first column on, restored ones included.
             attention_mask: `[B, T]`, as for `restore`.
