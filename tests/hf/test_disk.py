@@ -76,12 +76,9 @@ class Disk:
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     monkeypatch.setattr(archive, "LOOKUP_S", 60.0)  # a busy machine is not a slow disk
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # faster, with models as small as these
     disk = Disk(tmp_path)
     yield disk
     disk.close()
-    torch.set_num_threads(threads)
 
 
 def check(

@@ -25,13 +25,9 @@ MODELS = ("Llama", "Mistral")  # without side pieces, and with
 
 
 @pytest.fixture(autouse=True)
-def few_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "_READERS", 1)  # the n-th call is the same one at every run
     monkeypatch.setattr(archive, "LOOKUP_S", 60.0)  # a busy machine is not a slow disk
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
