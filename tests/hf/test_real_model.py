@@ -91,10 +91,10 @@ def test_bf16(real: Any) -> None:
 
 
 def test_weights_of_the_real_model_are_read_once(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiered_cache.hf import identity
+    from tiered_cache.hf import identity, weights
 
     model, _ = real
     identity.forget(model)
     first = identity.identify(model)
-    monkeypatch.setattr(identity, "_checksum", lambda name, tensor: pytest.fail(f"{name} is read again"))
+    monkeypatch.setattr(weights, "_checksum", lambda name, weight: pytest.fail(f"{name} is read again"))
     assert identity.identify(model) == first
