@@ -89,6 +89,12 @@ _OWN: dict[str, dict[str, Any]] = {
         "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "head_dim": 8,
         "moe_intermediate_size": 16, "first_k_dense_replace": 1, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 2,
     },
+    "DeepseekV4": {
+        "num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "index_n_heads": 2, "index_head_dim": 16,
+        "index_topk": 12, "sliding_window": 24,
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+    },
     "Gemma3nText": {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
         "head_dim": 16, "sliding_window": 24, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8,
@@ -119,7 +125,7 @@ FULL_ATTENTION = (
 )  # fmt: skip
 
 
-INDEXED = ("DeepseekV32", "GlmMoeDsa")  # pick 12 tokens to attend to, by keys of their own
+INDEXED = ("DeepseekV32", "GlmMoeDsa", "DeepseekV4")  # pick 12 tokens to attend to, by keys of their own, or compress them
 SHARING = ("Gemma3nText", "Gemma4Text")  # windows, and layers that use another one's K/V; heads of two widths
 
 REFUSED = ("Jamba", "Mamba", "FalconMamba", "Bamba")  # wrong in transformers itself where they go on from a prefix, or some are

@@ -39,6 +39,8 @@ KINDS = {
     "WindowHybridLayer": "recurrent and window",
     "DummyLayer": "none of its own",
     "DynamicIndexedLayer": "indexed attention",
+    "DeepseekV4HCACache": "heavily compressed attention",
+    "DeepseekV4CSACache": "compressed sparse attention",
 }
 
 
