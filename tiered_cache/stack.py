@@ -139,8 +139,8 @@ class TierStack:
             branch = Branch(identity, self.namespace, port.layout, port.window)
             try:
                 node: Node = root
-                segments = self._segments(encode_tokens(token_ids), port)
-                gains = self._gains(root, encode_tokens(token_ids), port.ends)
+                tokens = encode_tokens(token_ids)
+                segments, gains = self._segments(tokens, port), self._gains(root, tokens, port.ends)
                 for place, (start, chunk) in enumerate(segments):
                     block, new_tokens = self._movement.commit_block(node, chunk, start, port, chain)
                     created += min(new_tokens, max(0, start + len(chunk) // TOKEN_NBYTES - reused))

@@ -572,6 +572,30 @@ def test_an_exception_between_forwards(name: str, step: int) -> None:
         assert_same(out, run(model, longer), ROUGH.get(model.config.model_type, RECURRENT_TOLERANCE))
 
 
+def test_a_commit_after_an_interrupted_forward(name: str) -> None:
+    """What it stores serves no wrong answer: the states are of no length that is known."""
+    if not hasattr(transformers.Cache, "get_conv_state"):
+        pytest.skip("before, nothing tells")
+    stack, model, ids = new_stack(), tiny(name), prompt(LENGTH)
+    cache = TieredCache(stack)
+    options = {compat.CACHE_ARGUMENT: cache, "use_cache": True}
+    with torch.no_grad():
+        whole = model(ids).logits[:, -1]
+        cache.restore(model, ids)
+        if cache.usage.miss_reason is MissReason.UNSUPPORTED_LAYERS:
+            pytest.skip(cache.explain())
+        model(ids[:, :40], **options)
+        with breaking(model, 0):
+            model(ids[:, 40:45], **options)
+        length = cache.get_seq_length()
+        cache.commit(ids[:, :length])
+        again = TieredCache(stack)
+        start = again.restore(model, ids)
+        logits = model(ids[:, start:], **{**options, compat.CACHE_ARGUMENT: again}).logits[:, -1]
+        torch.testing.assert_close(logits, whole, rtol=0, atol=ROUGH.get(model.config.model_type, 2e-3))
+    assert start == (45 if name == "NemotronH" else 0)  # its last layer keeps nothing: all states were there
+
+
 # --- what else is done to a cache ---------------------------------------------------------------------------------------
 
 

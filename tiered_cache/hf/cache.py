@@ -25,7 +25,7 @@ from tiered_cache.hf.content import refuse_by_hand
 from tiered_cache.hf.explain import Refusal, describe
 from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, begin_forward
 from tiered_cache.hf.prefill import split_points
-from tiered_cache.hf.resident import Resident, fill
+from tiered_cache.hf.resident import Resident, fill, is_whole
 from tiered_cache.hf.shapes import is_stateful, lengths
 from tiered_cache.interrupts import uninterrupted
 from tiered_cache.stack import TierStack, check_stack
@@ -267,6 +267,7 @@ class TieredCache(DynamicCache):
         if self.columns is None or not self._may_store:
             return
         try:
+            is_complete = is_complete and is_whole(self._forwards)
             self.usage.created_tokens += self._bound.store(self.columns, rows, stops, is_complete=is_complete)
         except Exception as error:  # noqa: BLE001
             _warn("Storing failed, this call's K/V are not kept", error)
