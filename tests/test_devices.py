@@ -1,4 +1,5 @@
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,14 +9,13 @@ import torch
 from tests.hf.harness import assert_consistent, block_nbytes, check, new_stack
 from tests.hf.models import prompt, tiny
 from tiered_cache import ConfigError, DeviceTier, HostTier, TierStack
-from tiered_cache.blocks import BlockLayout, SequenceLayout, SequencePort, Strip
+from tiered_cache.blocks import BlockLayout, SequenceLayout, Strip
 from tiered_cache.devices import device_for
-from tiered_cache.devices.base import Device
+from tiered_cache.devices.base import Device, Lane
 from tiered_cache.devices.cpu import CPUDevice
-from tiered_cache.hf import binding
+from tiered_cache.port import SequencePort
 from tiered_cache.testing import DeviceContract, ManualDevice
-from tiered_cache.testing.manual_device import ManualTransfer
-from tiered_cache.tiers import device as device_tier
+from tiered_cache.testing.manual_device import ManualEvent, pretend_accelerator
 
 
 class TestCPUDevice(DeviceContract):
@@ -49,25 +49,47 @@ def test_out_of_memory_is_a_memory_error() -> None:
 
 def test_use_before_wait_is_found() -> None:
     device = ManualDevice()
-    buffer = device.allocate("host", 16)
-    staged = device.stage([buffer])
-    device.store(staged, [buffer])
+    host, there = device.allocate("host", 16), device.allocate("device", 16)
+    came = device.copy(Lane.UP, host, there, [device.mark()])
     with pytest.raises(AssertionError, match="use before wait"):
-        device.fetch(buffer)
-    device.complete()
-    device.fetch(buffer)
+        device.claim(reads=[there[4:5]])
+    with pytest.raises(AssertionError, match="use before wait"):
+        device.copy(Lane.DOWN, there, device.allocate("host", 16))
+    came.order()
+    device.claim(reads=[there])
+    device.copy(Lane.DOWN, there, device.allocate("host", 16))
 
 
 def test_reuse_before_done_is_found() -> None:
     device = ManualDevice()
     source, target = device.allocate("host", 16), device.allocate("device", 16)
-    device.copy(source, target)
+    device.copy(Lane.UP, source, target)
     with pytest.raises(AssertionError, match="reuse before done"):
-        device.stage([source])
+        device.claim(writes=[source])
     with pytest.raises(AssertionError, match="reuse before done"):
-        device.copy(target.clone(), source)
+        device.copy(Lane.DOWN, device.allocate("device", 16), source)
     device.complete()
-    device.stage([source])
+    device.claim(writes=[source])
+
+
+def test_what_follows_an_event_may_touch_what_came_before() -> None:
+    device = ManualDevice()
+    host, there, back = device.allocate("host", 16), device.allocate("device", 16), device.allocate("host", 16)
+    came = device.copy(Lane.UP, host, there)
+    down = device.copy(Lane.DOWN, there, back, [came])
+    device.copy(Lane.UP, back, there, [down])
+    assert device.num_pending == 3
+
+
+def test_memory_is_not_given_out_again_while_a_lane_uses_it() -> None:
+    device = ManualDevice(step=4096)
+    source, target = device.allocate("host", 4096), device.allocate("device", 4096)
+    address = source.data_ptr()
+    device.copy(Lane.UP, source, target)
+    del source
+    assert device.allocate("host", 4096).data_ptr() != address
+    device.complete()
+    assert device.allocate("host", 4096).data_ptr() == address
 
 
 def port_on(device: Device, tokens: int = 32) -> SequencePort:
@@ -96,7 +118,7 @@ def test_a_block_is_not_found_before_its_copy_is_complete() -> None:
 
 def test_without_the_wait_the_manual_device_complains(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
-    monkeypatch.setattr(ManualTransfer, "wait", lambda self: None)
+    monkeypatch.setattr(ManualEvent, "wait", lambda self: None)
     device, stack, tokens = ManualDevice(), new_stack(), np.arange(32)
     stack.commit(b"id", b"", tokens, port_on(device))
     with pytest.raises(AssertionError, match="use before wait"):
@@ -107,12 +129,10 @@ def test_without_the_wait_the_manual_device_complains(monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
-def manual(monkeypatch: pytest.MonkeyPatch) -> ManualDevice:
+def manual() -> Iterator[ManualDevice]:
     """Let the whole package believe that the CPU is an accelerator with memory of its own."""
-    device = ManualDevice(automatic=True)
-    monkeypatch.setattr(binding, "device_for", lambda _: device)
-    monkeypatch.setattr(device_tier, "accelerator_present", lambda: True)
-    return device
+    with pretend_accelerator() as device:
+        yield device
 
 
 def test_generate_through_a_device_with_copies_of_its_own(manual: ManualDevice) -> None:
@@ -125,15 +145,17 @@ def test_generate_through_a_device_with_copies_of_its_own(manual: ManualDevice) 
 
 def test_rows_that_share_a_prefix_read_it_once(manual: ManualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     stack, reads = new_stack(), []
-    fetch = ManualDevice.fetch
-    monkeypatch.setattr(ManualDevice, "fetch", lambda self, buffer: reads.append(buffer) or fetch(self, buffer))
+    copy = ManualDevice.copy
+    monkeypatch.setattr(ManualDevice, "copy", lambda self, lane, *args: reads.append(lane) or copy(self, lane, *args))
     check(tiny(), prompt(40), stack, cached=0)
+    stack.stats()
+    reads.clear()
     ids = torch.cat([prompt(40).repeat(5, 1), prompt(6, seed=1, rows=5)], dim=1)
     ids[:, 40] = torch.arange(3, 8)
     ids[:2] = torch.cat([torch.zeros(2, 4, dtype=torch.long), ids[:2, :-4]], dim=1)  # two of them behind left pads
     mask = (ids != 0).long()
     check(tiny(), ids, stack, cached=40, attention_mask=mask)
-    assert len(reads) == 3
+    assert reads.count(Lane.UP) == 4  # of three blocks; the rows without pads take four tokens more of the last one
 
 
 def test_device_tier_serves_first(manual: ManualDevice) -> None:

@@ -1,21 +1,21 @@
-"""K/V of all layers of one sequence <-> one flat buffer per block.
+"""How K/V of all layers of one sequence lie in one flat buffer per block.
 
-Owns the layout: for each layer its K `[H_k, tokens, D_k]`, then its V `[H_v, tokens, D_v]`, layer after layer, each piece
-contiguous and aligned; and that of a snapshot: what layers keep of a sequence in place of its tokens, tensor after tensor.
-Refuses to own copies between memories (devices) and which blocks exist (stack).
+For each layer its K `[H_k, tokens, D_k]`, then its V `[H_v, tokens, D_v]`, layer after layer, each contiguous and aligned; and
+a snapshot: what layers keep of a sequence in place of its tokens, tensor after tensor. Refuses to own how bytes get there
+(port) and which blocks exist (stack).
 """
 
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
-from tiered_cache.devices.base import Device, Transfer
 from tiered_cache.format import TensorSpec
-from tiered_cache.keys import MAIN, SIDE, SNAPSHOT
+from tiered_cache.keys import SIDE
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -57,13 +57,28 @@ class FlatLayout(ABC):
                 specs.append(TensorSpec(f"{name}.padding", "U8", (start - stop,), stop, start))
         return specs
 
+    def extents(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Return (start, stop) in bytes of each tensor of a piece of `num_tokens` tokens, with the gap behind it."""
+        stops = list(itertools.accumulate(_aligned(_nbytes(shape, dtype)) for _, shape, dtype in self.shapes(num_tokens)))
+        return list(zip([0, *stops], stops, strict=False))
+
+    def ranges(self, num_tokens: int, places: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (start, stop) in bytes of runs of those tensors of a piece that are at `places`, gaps included."""
+        extents, ranges = self.extents(num_tokens), list[tuple[int, int]]()
+        for start, stop in (extents[place] for place in places):
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = ranges[-1][0], stop
+            else:
+                ranges.append((start, stop))
+        return ranges
+
     def views(self, flat: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
-        """Return views into a flat piece of `num_tokens` tokens: each tensor in turn."""
+        """Return views into flat pieces of `num_tokens` tokens each, `[N, nbytes]` or one `[nbytes]`: each tensor in turn."""
         views = []
         start = 0
         for _, shape, dtype in self.shapes(num_tokens):
             nbytes = _nbytes(shape, dtype)
-            views.append(flat[start : start + nbytes].view(dtype).view(shape))
+            views.append(flat[..., start : start + nbytes].view(dtype).view(*flat.shape[:-1], *shape))
             start += _aligned(nbytes)
         return views
 
@@ -135,106 +150,12 @@ class SequenceLayout:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """K and V `[B, H, T, D]` of some layers in turn; their index 0 on the token axis is column `origin` of the batch."""
+    """K and V `[B, H, T, D]` of some layers in turn; their index 0 on the token axis is column `origin` of the batch.
+
+    Attributes:
+        hosted: the places of those that are in host memory, where the others are in a device's.
+    """
 
     tensors: tuple[torch.Tensor, ...]
     origin: int = 0
-
-
-class SequencePort:
-    """One sequence's columns in the layers' K/V, as the stack's `BlockPort`.
-
-    Args:
-        layout: of the layers.
-        strips: their K/V by kind of piece, read by `save` and written by `load`.
-        rows: the batch rows that hold the sequence. `save` reads the first, `load` writes all (beams start as copies).
-        first_column: the column of the sequence's token 0 (its number of left pads).
-        device: moves the bytes.
-        side_from: the first column whose "side" K/V are there.
-        snapshots: tensors `[B, ...]` of each snapshot, by the tokens it stands for: read by `save`, written by `load`.
-        restored_end: the tokens of the snapshot that the sequence went on from; 0 if none.
-        reads: blocks on their way to the device, by buffer: ports of several rows that share them read each once.
-    """
-
-    def __init__(
-        self,
-        layout: SequenceLayout,
-        strips: dict[str, Strip],
-        rows: slice,
-        first_column: int,
-        device: Device,
-        side_from: int = 0,
-        reads: dict[int, Transfer] | None = None,
-        snapshots: Mapping[int, Sequence[torch.Tensor]] = {},
-        restored_end: int = 0,
-    ) -> None:
-        self.layout = layout
-        # The one that was restored is there already; it stays as long as what is stored behind it.
-        self.ends = tuple(dict.fromkeys([*snapshots, *([restored_end] if restored_end > 0 else [])]))
-        self._snapshots = snapshots
-        self._reads = {} if reads is None else reads
-        self._shares_reads = reads is not None
-        self._layouts: dict[str, FlatLayout] = {MAIN: layout.main, SIDE: layout.side}
-        self._strips = strips
-        self._rows = rows
-        self._first_column = first_column
-        self._device = device
-        self._side_from = side_from
-
-    @property
-    def window(self) -> int:
-        return self.layout.window
-
-    def has_side(self, start: int, stop: int) -> bool:
-        if self.window == SNAPSHOT:
-            return stop in self._snapshots
-        return self._first_column + start >= self._side_from
-
-    def nbytes(self, kind: str, num_tokens: int) -> int:
-        return self._device.footprint(self._layouts[kind].nbytes(num_tokens))
-
-    def allocate(self, memory: str, nbytes: int) -> torch.Tensor:
-        return self._device.allocate(memory, nbytes)
-
-    def save(self, kind: str, start: int, num_tokens: int, buffers: Sequence[torch.Tensor]) -> Transfer:
-        staged = self._device.stage(buffers)
-        if self._layouts[kind].has_gaps(num_tokens):
-            staged.zero_()  # what was in memory before must not get into a file
-        for view, rows in self._pairs(kind, staged, start, num_tokens, num_tokens):
-            view.copy_(rows[0])
-        return self._device.store(staged, buffers)
-
-    @property
-    def staging(self) -> str:
-        return type(self._device).__name__
-
-    def view(self, buffer: torch.Tensor) -> memoryview:
-        return buffer.numpy().data
-
-    def load(
-        self, kind: str, start: int, num_tokens: int, buffer: torch.Tensor, block_tokens: int, *, once: bool = False
-    ) -> Transfer:
-        transfer = None if once else self._reads.get(id(buffer))  # held, so no other buffer has its id
-        transfer = transfer or self._device.fetch(buffer)
-        if self._shares_reads and not once:
-            self._reads[id(buffer)] = transfer
-        for view, rows in self._pairs(kind, transfer.target(), start, num_tokens, block_tokens):
-            rows[:] = view
-        return transfer
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        return self._device.copy(source, target)
-
-    def _pairs(
-        self, kind: str, flat: torch.Tensor, start: int, num_tokens: int, block_tokens: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield a part of a flat block and the rows of the layers' tensors that it belongs to, tensor by tensor."""
-        views = self._layouts[kind].views(flat, block_tokens)
-        if kind == SIDE and self.window == SNAPSHOT:
-            for view, tensor in zip(views, self._snapshots[start + block_tokens], strict=True):
-                yield view, tensor[self._rows]
-            return
-        first = self._first_column + start - self._strips[kind].origin
-        assert first >= 0
-        for view, tensor in zip(views, self._strips[kind].tensors, strict=True):
-            yield view[:, :num_tokens], tensor[self._rows, :, first : first + num_tokens]
+    hosted: frozenset[int] = frozenset()

@@ -40,6 +40,13 @@ class Inventory:
                 tier.reserve(nbytes)
                 reserved.append(tier)
 
+    def shrink(self, nbytes: int) -> None:
+        """Evict `nbytes` from the tier above the slowest one, or all that may go."""
+        for tier in self.tiers[:-1]:
+            wanted = tier.capacity_bytes - tier.used_bytes + nbytes
+            while not self._make_room(tier, wanted) and wanted > 1:
+                wanted //= 2
+
     def _make_room(self, tier: MemoryTier, nbytes: int) -> bool:
         """Evict from `tier` until `nbytes` fit. Evicts nothing if that cannot be reached."""
         victims: dict[bytes, Piece] = {}

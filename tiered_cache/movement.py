@@ -7,7 +7,7 @@ the rules of room (inventory).
 import functools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from tiered_cache.index import Block, Node, Piece, PrefixIndex
 from tiered_cache.inventory import Inventory
 from tiered_cache.keys import MAIN, SIDE, SNAPSHOT, TOKEN_NBYTES, block_key
 from tiered_cache.matching import Match, Step
-from tiered_cache.tiers.base import BlockPort, Buffer, MemoryTier, Transfer
+from tiered_cache.tiers.base import BlockPort, Buffer, MemoryTier, Part, Transfer
 from tiered_cache.tiers.disk import Branch, Stay, StoredBlock
 from tiered_cache.writeback import Outcome, Write
 
@@ -26,9 +26,7 @@ About = Mapping[str, object]
 SAVED_S = 60.0  # for which a piece that was on disk is believed to be there still
 
 
-SharedReads = dict[
-    tuple[bytes, str], Buffer | None
-]  # pieces that several rows read from disk, and their bytes when they are there
+RUN_NBYTES = 128 << 20  # of blocks that are copied to a device one behind the other, and put into the layers at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,7 @@ class Fetched:
         used: blocks in memory that were read.
         num_sides: how many side pieces were read.
         match: the match, without what could not be had.
+        arriving: copies under way. What they read is the match's, which must be held until they are complete.
     """
 
     num_tokens: int
@@ -50,6 +49,7 @@ class Fetched:
     used: list[Block]
     num_sides: int
     match: Match
+    arriving: list[Transfer]
 
 
 class Movement:
@@ -79,70 +79,87 @@ class Movement:
 
     # --- into layers ------------------------------------------------------------------------------------------------
 
-    def fetch(self, match: Match, num_tokens: int, port: BlockPort, shared: SharedReads) -> Fetched:
+    def fetch(self, match: Match, num_tokens: int, port: BlockPort, have: int) -> Fetched:
         """Copy the first `num_tokens` tokens of a match to the layers. See `TierStack.fetch`."""
         steps = list(match.steps(num_tokens))
-        reads = [
-            (step.block, step.kind)
-            for step in steps
-            if isinstance(step.block, StoredBlock) and shared.get((step.block.key, step.kind)) is None
-        ]
+        needed = [step for step in steps if step.kind == SIDE or step.start + step.take > have]
+        reads = [(step.block, step.kind) for step in needed if isinstance(step.block, StoredBlock)]
         ahead = None
         if reads:
             assert self._archive is not None and match.branch is not None
             ahead = ReadAhead(self._archive, match.branch, port, reads)
-        served: dict[str, int] = {}
-        pending: list[tuple[Transfer, Buffer | None]] = []
+        borrowed: list[tuple[Transfer, Buffer]] = []
+        arriving: list[Transfer] = []
         reached, trouble = num_tokens, None
         with (
-            progress.show(sum(step.take for step in steps if step.kind == MAIN), "Loading", " tokens")
+            progress.show(sum(step.take for step in needed if step.kind == MAIN), "Loading", " tokens")
             if ahead
             else _NO_BAR as bar
         ):
-            for step in steps:
+            for run in self._runs(needed, port):
+                first = run[0]
+                if isinstance(first.block, Block):
+                    arriving.append(port.load(first.kind, first.start, [self._part(step, port) for step in run]))
+                    continue
+                assert ahead is not None
                 try:
-                    name, transfer, borrowed = self._load(step, port, ahead, shared)
+                    buffer = ahead.next()
                 except (OSError, FutureTimeoutError) as error:
-                    assert self._archive is not None and isinstance(step.block, StoredBlock)
-                    trouble = match.without(step.block, step.kind, self._archive.reason_of(error))
-                    reached = step.start
+                    assert self._archive is not None and isinstance(first.block, StoredBlock)
+                    trouble = match.without(first.block, first.kind, self._archive.reason_of(error))
+                    reached = first.start
                     break
-                pending.append((transfer, borrowed))
-                if len(pending) > 1:  # two under way: the bytes of one land while the other's are put in place
-                    self._finish(pending.pop(0), port)
-                if step.kind == MAIN:
-                    served[name] = served.get(name, 0) + step.take
-                    bar.update(step.take)
-        for each in pending:
-            self._finish(each, port)
-        used = [step.block for step in steps if isinstance(step.block, Block) and step.kind == MAIN and step.start < reached]
-        num_sides = sum(step.kind == SIDE for step in steps if step.start < reached)
-        return Fetched(reached, trouble is None, served, used, num_sides, trouble or match)
+                part = Part(buffer, first.block.block_tokens, first.take)
+                borrowed.append((port.load(first.kind, first.start, [part]), buffer))
+                if len(borrowed) > 1:  # two under way: the bytes of one land while the other's are put in place
+                    self._give_back(*borrowed.pop(0), port)
+                if first.kind == MAIN:
+                    bar.update(first.take)
+        for each in borrowed:
+            self._give_back(*each, port)
+        done = [step for step in steps if step.start < reached]
+        served: dict[str, int] = {}
+        for step in (step for step in done if step.kind == MAIN):
+            name = self._fastest(step.block.pieces[MAIN]).name if isinstance(step.block, Block) else "disk"
+            served[name] = served.get(name, 0) + step.take
+        used = [step.block for step in done if isinstance(step.block, Block) and step.kind == MAIN]
+        num_sides = sum(step.kind == SIDE for step in done)
+        return Fetched(reached, trouble is None, served, used, num_sides, trouble or match, arriving)
 
-    def _load(
-        self, step: Step, port: BlockPort, ahead: ReadAhead | None, shared: SharedReads
-    ) -> tuple[str, Transfer, Buffer | None]:
-        """Start to copy one piece to the layers: (its tier, the copy, what was borrowed from the archive for it)."""
-        block = step.block
-        if isinstance(block, Block):
-            piece = block.pieces[step.kind]
-            tier = self.promote(piece, port)
-            return tier.name, port.load(step.kind, step.start, step.take, piece.copies[tier.name], block.num_tokens), None
-        place = block.key, step.kind
-        buffer = shared.get(place)
-        is_new = buffer is None
-        if is_new:
-            assert ahead is not None
-            buffer = ahead.next()
-        if place in shared:
-            shared[place] = buffer
-        transfer = port.load(step.kind, step.start, step.take, buffer, block.block_tokens, once=True)
-        return "disk", transfer, buffer if is_new and place not in shared else None
+    def _runs(self, steps: Sequence[Step], port: BlockPort) -> Iterator[list[Step]]:
+        """Yield steps in order, those together that one `load` can take."""
+        run: list[Step] = []
+        for step in steps:
+            if isinstance(step.block, Block):
+                self.promote(step.block.pieces[step.kind], port)
+            if run and not self._goes_on(run, step):
+                yield run
+                run = []
+            run.append(step)
+        if run:
+            yield run
 
-    def _finish(self, pending: tuple[Transfer, Buffer | None], port: BlockPort) -> None:
-        transfer, borrowed = pending
+    def _goes_on(self, run: list[Step], step: Step) -> bool:
+        first, last = run[0].block, run[-1]
+        if not (isinstance(first, Block) and isinstance(step.block, Block)) or step.kind != MAIN or last.kind != MAIN:
+            return False
+        one, other = first.pieces[MAIN], step.block.pieces[MAIN]
+        follows = step.start == last.start + last.take
+        is_whole = first.num_tokens == step.block.num_tokens == step.take == run[0].take
+        is_small = (len(run) + 1) * one.nbytes <= RUN_NBYTES
+        return follows and is_whole and is_small and self._fastest(one) is self._fastest(other)
+
+    def _part(self, step: Step, port: BlockPort) -> Part:
+        assert isinstance(step.block, Block)
+        piece = step.block.pieces[step.kind]
+        return Part(piece.copies[self._fastest(piece).name], step.block.num_tokens, step.take)
+
+    def _fastest(self, piece: Piece) -> MemoryTier:
+        return next(tier for tier in self._tiers if tier.name in piece.copies)
+
+    def _give_back(self, transfer: Transfer, borrowed: Buffer, port: BlockPort) -> None:
         transfer.wait()
-        if borrowed is not None and self._archive is not None:
+        if self._archive is not None:
             self._archive.give_back(port, borrowed)
 
     # --- into tiers -------------------------------------------------------------------------------------------------
@@ -181,7 +198,7 @@ class Movement:
                     self._inventory.reserve(piece.nbytes, self._tiers, reserved)
             if not reserved:
                 raise MemoryError
-            copies.update({tier.name: port.allocate(tier.memory, piece.nbytes) for tier in reserved})
+            self._allocate(piece.nbytes, reserved, copies, port)
             port.save(piece.kind, start, block.num_tokens, list(copies.values())).wait()
             with self._lock:
                 if not self._is_wanted(piece, port):  # another thread was faster, or it was cleared meanwhile
@@ -208,6 +225,21 @@ class Movement:
                     for tier in reserved:
                         tier.release(piece.nbytes)
 
+    def _allocate(self, nbytes: int, reserved: list[MemoryTier], copies: dict[str, Buffer], port: BlockPort) -> None:
+        """Allocate what is reserved; what is not to be had of a faster tier, the slowest one does without."""
+        for tier in list(reserved):
+            try:
+                copies[tier.name] = port.allocate(tier.memory, nbytes)
+            except MemoryError:
+                if tier is self._tiers[-1]:
+                    raise
+                with self._lock:
+                    tier.release(nbytes)
+                    reserved.remove(tier)
+                    self._inventory.shrink(nbytes)  # others need that memory more
+        if not copies:
+            raise MemoryError
+
     def store_side(self, block: Block, start: int, port: BlockPort, gain: int = 0) -> None:
         """Store the side piece of a held block whose first token is `start`; of a snapshot, `gain` is what it saves."""
         self._store(Piece(block, SIDE, port.nbytes(SIDE, block.num_tokens), gain), start, port)
@@ -223,11 +255,11 @@ class Movement:
         )
         return is_new and self._index.is_linked(block.parent)
 
-    def promote(self, piece: Piece, port: BlockPort) -> MemoryTier:
-        """Copy a held block's piece to the faster tiers that have room for it; return the fastest tier that holds it."""
+    def promote(self, piece: Piece, port: BlockPort) -> None:
+        """Copy a held block's piece to the fastest tier that has room for it, unless a faster one holds it."""
         for tier in self._tiers:
             if tier.name in piece.copies:
-                return tier
+                return
             reserved: list[MemoryTier] = []
             with self._lock:
                 source = next(iter(piece.copies.values()))
@@ -241,14 +273,13 @@ class Movement:
                         if tier.name not in piece.copies and piece.block.linked:  # neither overtaken nor cleared
                             self._inventory.place(piece, {tier.name: copy})
                             reserved.clear()
-                            return tier
+                            return
             except MemoryError:
                 pass
             finally:
                 with self._lock:
                     for tier in reserved:
                         tier.release(piece.nbytes)
-        raise AssertionError("a held block's pieces rest in some tier")
 
     # --- on its way to disk -----------------------------------------------------------------------------------------
 

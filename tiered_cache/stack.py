@@ -24,7 +24,7 @@ from tiered_cache.inventory import Inventory
 from tiered_cache.keys import SIDE, SNAPSHOT, TOKEN_NBYTES, encode_tokens
 from tiered_cache.lookup import Lookup
 from tiered_cache.matching import Match
-from tiered_cache.movement import Fetched, Movement, SharedReads
+from tiered_cache.movement import Fetched, Movement
 from tiered_cache.tiers.base import BlockPort, MemoryTier
 from tiered_cache.tiers.disk import Branch, DiskTier, Stay
 from tiered_cache.usage import Stats, TierStats, Usage
@@ -89,16 +89,16 @@ class TierStack:
         self._check_open()
         return self._lookup.match(identity, salt, encode_tokens(token_ids), shapes)
 
-    def fetch(self, match: Match, num_tokens: int, port: BlockPort, shared: SharedReads | None = None) -> Fetched:
+    def fetch(self, match: Match, num_tokens: int, port: BlockPort, have: int = 0) -> Fetched:
         """Copy the first `num_tokens` tokens of a held match to the layers.
 
-        Side pieces only where they reach into the last window, but those from their beginning. Runs and waits on the
-        calling thread; what is on disk is read ahead by a few others and verified. The match stays held.
+        Side pieces only where they reach into the last window, but those from their beginning. Runs on the calling thread;
+        what is on disk is read ahead by a few others and verified. The match stays held.
 
         Args:
-            shared: pieces that other rows read from disk too: the first one reads them for all.
+            have: of how many of the first tokens the main pieces need not be copied.
         """
-        fetched = self._movement.fetch(match, num_tokens, port, {} if shared is None else shared)
+        fetched = self._movement.fetch(match, num_tokens, port, have)
         with self._lock:
             self._inventory.touch(fetched.used, fetched.num_sides)
         return fetched
@@ -252,6 +252,11 @@ class TierStack:
                 self._archive.writes.drop(lambda write: write.branch.identity == identity)
         if self._archive is not None:
             self._archive.clear(identity=identity)
+
+    def relieve(self, nbytes: int) -> None:
+        """Free `nbytes` of device memory, as far as that holds copies which nobody reads: it is needed for other things."""
+        with self._lock:
+            self._inventory.shrink(nbytes)
 
     def stats(self) -> Stats:
         """Return counters since the stack was made. Of a disk: as far as this process has looked."""

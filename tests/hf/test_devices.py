@@ -8,7 +8,7 @@ import torch
 from tests.hf.harness import assert_same, new_stack, run
 from tests.hf.models import fresh, prompt
 from tiered_cache import TieredCache
-from tiered_cache.hf import binding, layers, offloaded
+from tiered_cache.hf import binding, layers, offloaded, windows
 
 LENGTH = 40
 PLACES = [torch.device("cpu"), torch.device("cpu", 0)]  # to torch the same, but not equal
@@ -29,7 +29,7 @@ def test_each_layer_gets_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     model, stack = spread(name, monkeypatch), new_stack()
     cold = run(model, prompt(LENGTH))
     seen = []
-    for kind in (layers.GrowableLayer, layers.CapturingSlidingLayer):
+    for kind in (layers.GrowableLayer, windows.CapturingSlidingLayer):
         real = kind.allocate
 
         def allocate(self: Any, *args: Any, real: Any = real) -> None:

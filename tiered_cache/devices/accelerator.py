@@ -1,93 +1,108 @@
-"""An accelerator (CUDA, ROCm, XPU): pinned host memory and one copy stream beside the compute stream.
-
-Simple and right: each block is one copy, and a copy is waited for before its buffer is used by anyone else.
-"""
+"""An accelerator (CUDA, ROCm, XPU): pinned host memory, and a stream for each direction beside the one that computes."""
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
-from tiered_cache.devices.base import Device, Transfer, allocate_pageable
+from tiered_cache.devices.arena import Arena, aligned
+from tiered_cache.devices.base import Device, Event, Lane, allocate_pageable
 
 logger = logging.getLogger(__name__)
 
 
-class StreamTransfer(Transfer):
-    """A copy on the copy stream, complete when `event` is. Holds its buffers, so that their memory is not reused before."""
+class StreamEvent(Event):
+    """A point in a stream."""
 
-    def __init__(self, device: torch.device, event: torch.Event, target: torch.Tensor, source: torch.Tensor) -> None:
+    def __init__(self, device: torch.device, event: torch.Event) -> None:
         self._device = device
-        self._event = event
-        self._target = target
-        self._source: torch.Tensor | None = source
+        self.event = event
 
     def wait(self) -> None:
-        self._event.synchronize()
-        self._source = None
+        self.event.synchronize()
 
-    def target(self) -> torch.Tensor:
-        stream = torch.accelerator.current_stream(self._device)
-        stream.wait_event(self._event)
-        if self._target.device == self._device:
-            self._target.record_stream(stream)  # its memory is not used again before what this stream does with it
-        return self._target
+    def order(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self.event)
 
 
 class AcceleratorDevice(Device):
-    """One accelerator, through `torch.accelerator`, `torch.Stream` and `torch.Event`."""
+    """One accelerator, through `torch.accelerator`, `torch.Stream` and `torch.Event`.
+
+    Lanes are streams of the lowest priority: they move bytes when the computation leaves room.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.device = device
-        self._stream = torch.Stream(device)
-        self._stream_lock = threading.Lock()  # entering a stream is not for two threads at once
+        self._streams = {lane: torch.Stream(device, priority=0) for lane in Lane}
+        self._lock = threading.RLock()  # entering a stream is not for two threads at once
+        self._under_way: deque[tuple[torch.Event, object]] = deque()  # what lanes touch stays alive until they are done
+        self._arena = Arena(_pinned)
         self._pins = True
 
     def footprint(self, nbytes: int) -> int:
-        return 1 << (nbytes - 1).bit_length()  # torch rounds pinned memory up to a power of two
+        return aligned(nbytes)
 
     def allocate(self, memory: str, nbytes: int) -> torch.Tensor:
-        with torch.inference_mode(False):
-            if memory == "device":
+        self._forget_done()
+        if memory == "device":
+            with torch.inference_mode(False):
                 try:
                     return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
                 except torch.OutOfMemoryError as error:
                     raise MemoryError(str(error)) from error
-            if self._pins:
-                try:
-                    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-                except RuntimeError as error:
-                    self._pins = False
-                    logger.warning("Host memory cannot be pinned (%s); copies to %s will be slower.", error, self.device)
+        if self._pins:
+            try:
+                span = self._arena.take(nbytes)
+                if span is not None:
+                    return span
+            except (RuntimeError, MemoryError) as error:
+                self._pins = False
+                logger.warning("Host memory cannot be pinned (%s); copies to %s will be slower.", error, self.device)
         return allocate_pageable(nbytes)
 
-    def stage(self, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-        on_device = [buffer for buffer in buffers if buffer.device == self.device]
-        return on_device[0] if on_device else self.allocate("device", buffers[0].nbytes)
+    def is_local(self, buffer: torch.Tensor) -> bool:
+        return buffer.device == self.device
 
-    def store(self, staged: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Transfer:
-        return self._copy(staged, [buffer for buffer in buffers if buffer is not staged] or [staged])
+    def free_bytes(self) -> int:
+        free, _ = torch.accelerator.get_memory_info(self.device)
+        cached = torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
+        return int(free + cached)
 
-    def fetch(self, buffer: torch.Tensor) -> Transfer:
-        if buffer.device == self.device:
-            return self._copy(buffer, [buffer])
-        return self._copy(buffer, [self.allocate("device", buffer.nbytes)])
+    def mark(self) -> Event:
+        return StreamEvent(self.device, torch.accelerator.current_stream(self.device).record_event())
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        return self._copy(source, [target])
+    def run(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        after: Sequence[Event] = (),
+    ) -> Event:
+        stream = self._streams[lane]
+        with self._lock:
+            for event in after:
+                assert isinstance(event, StreamEvent)
+                stream.wait_event(event.event)
+            try:
+                with stream:
+                    work()
+            finally:  # part of it may be under way
+                done = stream.record_event()
+                self._under_way.append((done, (*reads, *writes)))
+        self._forget_done()
+        return StreamEvent(self.device, done)
 
-    def _copy(self, source: torch.Tensor, targets: list[torch.Tensor]) -> Transfer:
-        # After all that is queued: the source's producer, and whoever used the targets' memory before.
-        current = torch.accelerator.current_stream(self.device)
-        with self._stream_lock:
-            self._stream.wait_stream(current)
-            with self._stream:
-                for target in targets:
-                    if target is not source:
-                        target.copy_(source, non_blocking=True)
-                event = self._stream.record_event()
-        for tensor in (source, *targets):
-            if tensor.device == self.device:
-                tensor.record_stream(self._stream)
-        return StreamTransfer(self.device, event, targets[0], source)
+    def _forget_done(self) -> None:
+        with self._lock:
+            still = [each for each in self._under_way if not each[0].query()]
+            self._under_way = deque(still)
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -1,28 +1,50 @@
-"""What a device does for the stack: allocate flat buffers, and move them between memories.
+"""What a device does for the stack and the layers: allocate, and run work beside the computation, in order.
 
 Owns streams, events and pinned memory. Refuses to own what the bytes mean (blocks) and where they stay (tiers).
+
+Everything that leaves the caller's own stream goes through one door, `Device.run`, on one of two lanes. A lane keeps the order
+in which it was given work; nothing else is ordered unless an `Event` says so.
 """
 
+import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 
 
-class Transfer(ABC):
-    """A copy under way. Keeps both of its ends alive until it is complete."""
+class Lane(enum.Enum):
+    """A stream beside the caller's: one for each direction, since a link carries both at once."""
+
+    UP = "up"  # from host memory to the device
+    DOWN = "down"  # from the device to host memory
+
+
+class Event(ABC):
+    """A point in the work given to a stream."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Block this thread until the copy is complete."""
+        """Block this thread until all work before that point is done."""
 
     @abstractmethod
-    def target(self) -> torch.Tensor:
-        """Return the copy's target, ordered: whatever the current stream does next with it comes after the copy."""
+    def order(self) -> None:
+        """Let whatever the current stream of this thread does next come after that point. Blocks nobody."""
 
 
 class Device(ABC):
-    """Moves bytes between one torch device and host memory. Safe to use from several threads."""
+    """Memory of one torch device and of the host, and the lanes between them. Safe to use from several threads.
+
+    Attributes:
+        is_apart: whether its memory is another one than the host's; else nothing need ever be copied between them.
+        moved: bytes that `copy` was given, by lane.
+    """
+
+    is_apart: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.moved = dict.fromkeys(Lane, 0)
 
     def footprint(self, nbytes: int) -> int:
         """Return how many bytes of memory a buffer of `nbytes` takes at most."""
@@ -30,30 +52,55 @@ class Device(ABC):
 
     @abstractmethod
     def allocate(self, memory: str, nbytes: int) -> torch.Tensor:
-        """Return a flat, uninitialised uint8 tensor `[nbytes]`, an allocation of its own, in "host" or "device" memory.
+        """Return a flat, uninitialised uint8 tensor `[nbytes]` in "host" or "device" memory, that shares its storage with none.
+
+        Its memory is used again when the storage is gone and no work on a lane names it any more.
 
         Raises:
             MemoryError: there is no room.
         """
 
     @abstractmethod
-    def stage(self, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a flat tensor on this device to fill on the current stream, before `store` brings it to `buffers`.
+    def is_local(self, buffer: torch.Tensor) -> bool:
+        """Say whether `buffer` is in this device's memory."""
 
-        Where one of `buffers` is on the device, that is it, and nothing is copied twice.
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Return how many bytes of device memory could be allocated now."""
+
+    @abstractmethod
+    def mark(self) -> Event:
+        """Return the point that the current stream of this thread has reached."""
+
+    @abstractmethod
+    def run(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        after: Sequence[Event] = (),
+    ) -> Event:
+        """Let a lane do `work`, which is torch operations that wait for nothing, after the points `after`.
+
+        Args:
+            reads, writes: all that the work touches. They stay alive until it is done, and must not be touched before.
         """
 
-    @abstractmethod
-    def store(self, staged: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Transfer:
-        """Start to copy `staged`, after the work queued on the current stream, to those `buffers` that it is not itself."""
+    def copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+        """Let a lane copy `source` to `target`, of the same shape and dtype. See `run`."""
+        self.moved[lane] += source.numel() * source.itemsize
+        return self.run(
+            lane, lambda: _ignore(target.copy_(source, non_blocking=True)), reads=(source,), writes=(target,), after=after
+        )
 
-    @abstractmethod
-    def fetch(self, buffer: torch.Tensor) -> Transfer:
-        """Start to copy `buffer` to this device; the target is a flat tensor there, or `buffer` itself."""
+    def claim(self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> None:  # noqa: B027
+        """Say that the current stream, or this thread, is about to touch these. Only a device for tests listens."""
 
-    @abstractmethod
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        """Start to copy one flat buffer to another of the same size."""
+
+def _ignore(result: object) -> None:
+    return
 
 
 def allocate_pageable(nbytes: int) -> torch.Tensor:

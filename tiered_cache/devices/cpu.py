@@ -1,43 +1,52 @@
-"""The CPU: host memory is device memory, so nothing is staged and every copy is complete when it returns."""
+"""The CPU: host memory is device memory, so nothing is staged and all work is done when it was given."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 
-from tiered_cache.devices.base import Device, Transfer, allocate_pageable
+from tiered_cache.devices.base import Device, Event, Lane, allocate_pageable
+from tiered_cache.tiers.host import available_memory
 
 
-class Done(Transfer):
-    """A copy that is complete."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        self._target = target
+class Done(Event):
+    """A point that was reached."""
 
     def wait(self) -> None:
         return
 
-    def target(self) -> torch.Tensor:
-        return self._target
+    def order(self) -> None:
+        return
+
+
+DONE = Done()
 
 
 class CPUDevice(Device):
-    """The synchronous twin of an accelerator: same interface, copies on the calling thread."""
+    """The synchronous twin of an accelerator: same interface, all on the calling thread."""
+
+    is_apart: ClassVar[bool] = False
 
     def allocate(self, memory: str, nbytes: int) -> torch.Tensor:
         return allocate_pageable(nbytes)
 
-    def stage(self, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-        return buffers[0]
+    def is_local(self, buffer: torch.Tensor) -> bool:
+        return True
 
-    def store(self, staged: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Transfer:
-        for buffer in buffers:
-            if buffer is not staged:
-                buffer.copy_(staged)
-        return Done(staged)
+    def free_bytes(self) -> int:
+        return available_memory()
 
-    def fetch(self, buffer: torch.Tensor) -> Transfer:
-        return Done(buffer)
+    def mark(self) -> Event:
+        return DONE
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        target.copy_(source)
-        return Done(target)
+    def run(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        after: Sequence[Event] = (),
+    ) -> Event:
+        work()
+        return DONE

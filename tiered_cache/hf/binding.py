@@ -6,21 +6,21 @@ Refuses to own what the cache held before and which tokens its columns hold (cac
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tiered_cache.blocks import SequenceLayout, SequencePort, SnapshotLayout
+from tiered_cache.blocks import SequenceLayout, SnapshotLayout
 from tiered_cache.devices import device_for
-from tiered_cache.devices.base import Transfer
 from tiered_cache.hf import compat, identity, selfcheck
 from tiered_cache.hf.columns import Columns
 from tiered_cache.hf.explain import Refusal
-from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, StatefulLayer
+from tiered_cache.hf.layers import GrowableLayer, StatefulLayer
+from tiered_cache.hf.offload import Offload
 from tiered_cache.hf.offloaded import device_of, layer_devices
 from tiered_cache.hf.shapes import (
     allocate,
@@ -34,10 +34,13 @@ from tiered_cache.hf.shapes import (
     strips_of,
     truncate,
 )
+from tiered_cache.hf.windows import CapturingSlidingLayer
+from tiered_cache.interrupts import uninterrupted
 from tiered_cache.keys import MAIN, SIDE
 from tiered_cache.matching import Match
-from tiered_cache.movement import SharedReads
+from tiered_cache.port import SequencePort
 from tiered_cache.stack import TierStack
+from tiered_cache.tiers.base import Transfer
 from tiered_cache.tiers.disk import Stay
 from tiered_cache.usage import MissReason
 
@@ -61,8 +64,11 @@ class Binding:
         snapshots: what the layers kept in place of tokens, by column, to be stored: `[B, ...]` of each.
     """
 
-    def __init__(self, model: PreTrainedModel, stack: TierStack, salt: bytes, stay: Stay, by_hand: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, stack: TierStack, salt: bytes, stay: Stay, offload: Offload, by_hand: bool = False
+    ) -> None:
         self._model = weakref.ref(model)
+        self._offload = offload
         self._stack = stack
         self._salt = salt
         self._stay = stay
@@ -70,6 +76,8 @@ class Binding:
         self._from = 0  # the column of the snapshot among them
         self.layers = self.fresh_layers()
         self.snapshots: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._arriving: list[Transfer] = []  # copies to the layers
+        self._read: list[Match] = []  # ... and what they read, held
         self._by_hand = by_hand  # fed by a loop of the user's
         self._verdict: selfcheck.Verdict | None = None
         self.identity: bytes | None = None
@@ -163,9 +171,19 @@ class Binding:
         return matches
 
     def release(self, matches: Sequence[Match]) -> None:
-        """End the holds of `match`."""
-        for match in matches:
-            self._stack.release(match)
+        """End the holds of `match`; where copies of what they hold are under way, with `settle`."""
+        self._read += matches
+        if not self._arriving:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until what was loaded has arrived, and let go of what it was read from."""
+        with uninterrupted():
+            for transfer in self._arriving:
+                transfer.wait()
+            self._arriving.clear()
+            while self._read:
+                self._stack.release(self._read.pop())
 
     def usable(self, prompt: Columns, matches: Sequence[Match], limit: int) -> int:
         """Return how many columns, up to `limit`, every row can restore: the window before their end is stored too."""
@@ -203,8 +221,6 @@ class Binding:
         for slid in side_layers(layers):
             slid.valid_from = tuple(column for column in first for _ in range(expand))
         strips = strips_of(layers)
-        reads: dict[int, Transfer] | None = {} if prompt.rows > 1 else None
-        shared = _read_by_several(matches)
         reached, is_complete = columns, True
         served_by_row: list[dict[str, int]] = []
         left = list(matches)
@@ -216,11 +232,21 @@ class Binding:
                     tensor[rows, :, : start - strips[kind].origin] = 0
             served_by_row.append({})
             if reached > pad:
-                port = SequencePort(
-                    layout, strips, rows, pad, device_for(device), reads=reads, snapshots={columns - pad: kept} if kept else {}
-                )
-                fetched = self._stack.fetch(match, reached - pad, port, shared)
+                # What an earlier row has is read once, and copied.
+                source, have = self._like(prompt, row, reached)
+                like = slice(source * expand, source * expand + 1)
+                if have == reached - pad and prompt.pads[source] == pad:
+                    for tensor in (*strips[MAIN].tensors, *strips[SIDE].tensors, *kept):
+                        tensor[rows] = tensor[like]
+                    served_by_row[row] = served_by_row[source]
+                    continue
+                for tensor in strips[MAIN].tensors if have else ():
+                    tensor[rows, :, pad : pad + have] = tensor[like, :, prompt.pads[source] : prompt.pads[source] + have]
+                snapshots = {columns - pad: kept} if kept else {}
+                port = SequencePort(layout, strips, rows, pad, device_for(device), snapshots=snapshots)
+                fetched = self._stack.fetch(match, reached - pad, port, have)
                 left[row], served_by_row[row] = fetched.match, fetched.served
+                self._arriving += fetched.arriving
                 is_complete &= fetched.is_complete
                 reached = min(reached, pad + fetched.num_tokens)
                 if window and not is_complete:  # what other rows take before a shorter end is not what was made room for
@@ -242,6 +268,18 @@ class Binding:
             for tier, tokens in _first(by_tier, reached - pad).items():
                 served[tier] = served.get(tier, 0) + tokens
         return Loaded(reached, served, left)
+
+    def _like(self, prompt: Columns, row: int, reached: int) -> tuple[int, int]:
+        """Return which earlier row has most leading tokens in common with `row`, and how many; up to column `reached`."""
+        pad, tokens = prompt.pads[row], prompt.row(row)
+        best, source = 0, 0
+        for earlier in range(row):
+            count = reached - max(pad, prompt.pads[earlier])
+            if count > best and self._salt_of(prompt, earlier) == self._salt_of(prompt, row):
+                differs = np.flatnonzero(prompt.row(earlier)[:count] != tokens[:count])
+                shared = int(differs[0]) if len(differs) else count
+                best, source = max((best, source), (shared, earlier))
+        return source, best
 
     def store(self, columns: Columns, rows: Sequence[int], stops: Sequence[int], *, is_complete: bool) -> int:
         """Store `rows` of the layers' K/V, each up to its column `stop`; return how many tokens are new.
@@ -301,8 +339,18 @@ class Binding:
         return b"".join([b"long rope|" * self._long, b"after %d pads|" % pads if pads else b"", self._salt])
 
     def fresh_layers(self) -> list[Any]:
-        """Return empty layers for the model."""
-        return compat.cache_layers(self.model.config, self._stack.tiers[-1].capacity_bytes)
+        """Return empty layers for the model, each where the last plan says."""
+        layers = compat.cache_layers(self.model.config, self._stack.tiers[-1].capacity_bytes)
+        self.place(layers)
+        return layers
+
+    def plan(self, rows: int, columns: int, computed: int) -> None:
+        """Decide which layers are to live in host memory. See `Offload.plan`."""
+        self._offload.plan(self.model, rows, columns, computed)
+
+    def place(self, layers: Sequence[Any]) -> None:
+        """Let layers live where the last plan says."""
+        self._offload.place(self.model, layers)
 
     @property
     def captured_nbytes(self) -> int:
@@ -335,12 +383,6 @@ class Binding:
             why = "the model's attention looks at later tokens, so a prefix has no K/V of its own"
             return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
         return None
-
-
-def _read_by_several(matches: Sequence[Match]) -> SharedReads:
-    """Return the pieces on disk that several rows need."""
-    count = Counter(block.key for match in matches for block in match.on_disk)
-    return {(key, kind): None for key, rows in count.items() if rows > 1 for kind in (MAIN, SIDE)}
 
 
 def _first(by_tier: dict[str, int], num_tokens: int) -> dict[str, int]:

@@ -23,10 +23,12 @@ from tiered_cache.hf.checks import check_stay
 from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.content import refuse_by_hand
 from tiered_cache.hf.explain import Refusal, describe
-from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, begin_forward
+from tiered_cache.hf.layers import GrowableLayer, begin_forward, capacity_for
+from tiered_cache.hf.offload import Offload, check_offload
 from tiered_cache.hf.prefill import split_points
 from tiered_cache.hf.resident import Resident, fill, is_whole
 from tiered_cache.hf.shapes import is_stateful, lengths
+from tiered_cache.hf.windows import CapturingSlidingLayer
 from tiered_cache.interrupts import uninterrupted
 from tiered_cache.stack import TierStack, check_stack
 from tiered_cache.usage import MissReason, Usage
@@ -48,6 +50,9 @@ class TieredCache(DynamicCache):
         salt: str or bytes; what is stored under one salt is never found under another.
         ttl: seconds for which what its calls store may be reused; None: until it is evicted.
         pin: whether what its calls store is kept when others are evicted, up to half of a tier's capacity.
+        offload: which of the running sequence's layers have their K/V in host memory, where there is an accelerator: as few as
+            its free memory and the request's length need ("auto"); all but a share (0.0 to 1.0); or as few as needed to have
+            no more than so many bytes of K/V on the accelerator (an int, or a str such as "2GiB").
 
     Attributes:
         usage: token counts of the last generate() or restore().
@@ -72,6 +77,7 @@ class TieredCache(DynamicCache):
         salt: str | bytes | None = None,
         ttl: float | None = None,
         pin: bool = False,
+        offload: str | float | int = "auto",
     ) -> None:
         if salt is not None and not isinstance(salt, str | bytes):
             raise ConfigError(f"TieredCache(salt=...) must be a str or bytes, not {type(salt).__name__}.")
@@ -80,6 +86,7 @@ class TieredCache(DynamicCache):
         super().__init__()
         self.layer_class_to_replicate = GrowableLayer
         self.stack = default_stack() if stack is None else check_stack(stack, "TieredCache(stack=...)")
+        self._offload = Offload(check_offload(offload), self.stack.relieve)
         self.usage = Usage()
         self.split_points: list[int] = []  # columns after which a snapshot is to be taken in this call's prefill
         self.session: Any = None  # the generate() call that is using this cache
@@ -171,7 +178,9 @@ class TieredCache(DynamicCache):
 
     def bind(self, model: PreTrainedModel, *, by_hand: bool = False) -> Refusal | None:
         """Make fresh layers for `model`; return why nothing may be reused with it, or None."""
-        self._binding = Binding(model, self.stack, self._salt, self._stay, by_hand)
+        if self._binding is not None:
+            self._binding.settle()
+        self._binding = Binding(model, self.stack, self._salt, self._stay, self._offload, by_hand)
         self.layers, self.columns, self._forwards = self._binding.layers, None, Counter()
         self._by_hand, self._fed = by_hand, None
         self._first_layer = next(place for place, layer in enumerate(self.layers) if not isinstance(layer, compat.EMPTY_LAYERS))
@@ -198,6 +207,7 @@ class TieredCache(DynamicCache):
         refusal: Refusal | None,
         *,
         at_once: bool,
+        total: int | None = None,
     ) -> int:
         """Fill the fresh layers with the longest known prefix of `prompt` and return its length in columns.
 
@@ -208,6 +218,7 @@ class TieredCache(DynamicCache):
             resident: what this cache held before.
             refusal: why nothing may be reused.
             at_once: what is left of the prompt is fed in one forward.
+            total: how many columns there may be at the end of the call; None if that is not known.
         """
         started = time.perf_counter()
         columns, served = 0, dict[str, int]()
@@ -217,16 +228,22 @@ class TieredCache(DynamicCache):
             of_prompt = self._bound.refuse_prompt(prompt, at_once)
             refusal = Refusal.first([reason for reason in (refusal, of_prompt) if reason is not None])
         self._may_store = refusal is None or refusal.stores
+        if prompt is not None:
+            total = capacity_for(prompt.length) if total is None else total
+            self._bound.plan(prompt.rows * expand, total, prompt.length)
+            self._bound.place(self.layers)
         may_split = refusal is None  # else somebody wants what one forward of the whole prompt gives
         known = [0] * prompt.rows if prompt is not None else []
         if refusal is None and prompt is not None:
             try:
                 with uninterrupted():  # a hold that is never released would keep its blocks for ever
-                    columns, served, refusal, known = fill(self._bound, prompt, expand, resident)
+                    columns, served, refusal, known = fill(self._bound, prompt, expand, resident, total or 0)
             except Exception as error:  # noqa: BLE001  a tier that fails, in whatever way, is a miss
                 _warn("Reuse failed, the whole prompt is computed", error)
                 refusal = Refusal(MissReason.TIER_ERROR, f"a tier failed ({error})")
             self.layers = self._bound.layers
+            if self._by_hand:  # who knows when the loop's forward is over
+                self._bound.settle()
         cached = sum(served.values())
         every_row_one = prompt is not None and prompt_tokens - cached == prompt.rows
         reason = refusal.reason if refusal is not None and not every_row_one else None
@@ -247,6 +264,11 @@ class TieredCache(DynamicCache):
         length = max(lengths(self.layers), default=0)
         if self._may_store and self._bound.takes_snapshots and length:
             self._bound.take_snapshot(length)
+
+    def settle(self) -> None:
+        """Let go of what this call's restore read, when that has arrived."""
+        if self._binding is not None:
+            self._binding.settle()
 
     def drop_snapshots(self) -> None:
         """Free what was kept to be stored."""

@@ -16,7 +16,8 @@ from transformers.utils import logging
 
 from tiered_cache import progress
 from tiered_cache.errors import UnsupportedModelError
-from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer
+from tiered_cache.hf.layers import GrowableLayer
+from tiered_cache.hf.windows import CapturingSlidingLayer
 
 VERSION = Version(transformers.__version__)
 
@@ -157,6 +158,13 @@ def inner_model(model: Any) -> Any:
 def keeps_state(model: PreTrainedModel) -> bool:
     """Say whether a model keeps something of an earlier request on itself (the Qwen-VL family's position offsets)."""
     return any("rope_deltas" in vars(module) for module in model.modules())
+
+
+def activation_nbytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Estimate what a forward needs on the device for each token that it computes, besides K/V: bytes."""
+    config = text_config(config)
+    hidden, inner = getattr(config, "hidden_size", None) or 0, getattr(config, "intermediate_size", None) or 0
+    return int(6 * hidden + 3 * (inner if isinstance(inner, int) else 4 * hidden)) * dtype.itemsize
 
 
 def rope_switch(config: PreTrainedConfig) -> tuple[int | None, bool]:

@@ -3,13 +3,12 @@
 Owns the memory of one layer of a running sequence. Refuses to own which tokens it holds (cache).
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer
 
 GROWTH_TOKENS = 256  # smallest step; a long sequence grows by an eighth of its length, so growing stays a small share
 
@@ -30,7 +29,7 @@ class GrowingTensor:
         batch, heads, length, width = shape
         # A tensor made in inference mode cannot be written outside of it; one made outside can be written anywhere.
         with torch.inference_mode(False):
-            self._buffer = torch.empty((batch, heads, _capacity(length), width), dtype=dtype, device=device)
+            self._buffer = torch.empty((batch, heads, capacity_for(length), width), dtype=dtype, device=device)
         return self.show(length)
 
     def append(self, present: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -61,7 +60,7 @@ class GrowingTensor:
 
     def is_wasteful(self, length: int) -> bool:
         """Say whether the buffer is more than twice as large as `length` tokens need."""
-        return self._buffer is not None and self._buffer.shape[2] > 2 * _capacity(length)
+        return self._buffer is not None and self._buffer.shape[2] > 2 * capacity_for(length)
 
     def select(self, rows: torch.Tensor) -> torch.Tensor:
         """Put rows `[B]` in place of the present ones, room included, and return the new view."""
@@ -72,16 +71,56 @@ class GrowingTensor:
         return self.show(length)
 
 
+class Home(ABC):
+    """Host memory that holds a layer's K/V in place of its device's."""
+
+    @abstractmethod
+    def allocate(
+        self, batch: int, num_tokens: int, keys: tuple[int, int], values: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hold `num_tokens` uninitialised tokens of K and V, each given as (H, D); return host views `[B, H, T, D]` to fill."""
+
+    @abstractmethod
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append K and V `[B, H, t, D]`, and return all of both on the device, valid until the next layer's turn.
+
+        Raises:
+            CapacityError: the device has no room for one layer.
+        """
+
+    @abstractmethod
+    def show(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the first `length` tokens and return host views of them. What is in them is known after `settle`."""
+
+    @abstractmethod
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Put rows `[B]` in place of the present ones."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until the host's memory holds everything, in the order of the rows."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop all tokens."""
+
+
 class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """Full attention, as DynamicLayer, except that appending does not copy what is there.
 
     Where gradients are recorded it concatenates as DynamicLayer does, since a buffer must not change under autograd.
+
+    Attributes:
+        home: where its K/V live, if not on its device; then `keys` and `values` are views of host memory.
     """
+
+    home: Home | None = None
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._growing_keys = GrowingTensor()
         self._growing_values = GrowingTensor()
+        self._shown: torch.Tensor | None = None  # by `home`, last
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -89,6 +128,10 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Append K `[B, H_k, t, D_k]` and V `[B, H_v, t, D_v]`; return all of both. Mirrors DynamicLayer.update."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.home is not None and (torch.is_grad_enabled() or key_states.dtype != value_states.dtype):
+            self.move(None)
+        if self.home is not None:
+            return self._append_home(self.home, key_states, value_states)
         assert self.keys is not None and self.values is not None
         if torch.is_grad_enabled():
             keys = torch.cat([self.keys, key_states], dim=-2)
@@ -110,6 +153,11 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Hold `num_tokens` uninitialised tokens of K and V, each given as (H, D, dtype), to be filled."""
         both = [torch.empty(0, dtype=dtype, device=device) for _, _, dtype in (keys, values)]
         self.lazy_initialization(*both)
+        if self.home is not None and keys[2] == values[2]:
+            self.home.allocate(batch, num_tokens, keys[:2], values[:2], keys[2])
+            self._show_home(self.home, num_tokens)
+            return
+        self.home = None
         self.keys = self._growing_keys.allocate((batch, keys[0], num_tokens, keys[1]), keys[2], device)
         self.values = self._growing_values.allocate((batch, values[0], num_tokens, values[1]), values[2], device)
 
@@ -123,6 +171,9 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             return
         if num_tokens == 0:
             self.reset()
+        elif self.home is not None:
+            self._follow(self.home)
+            self._show_home(self.home, num_tokens)
         elif self._tied and not self._growing_keys.is_wasteful(num_tokens):
             self._show(num_tokens)
         else:
@@ -134,13 +185,20 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end, as DynamicLayer.crop of the installed transformers does. The buffers are kept."""
         tied, length = self._tied, self.get_seq_length()
+        if self.home is not None:
+            self._follow(self.home)
         super().crop(tokens_to_remove)
+        if self.home is not None and self.get_seq_length() < length:
+            self._show_home(self.home, self.get_seq_length())
         if tied and 0 < self.get_seq_length() < length:
             self._show(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Put rows `beam_idx` `[B]` in place of the present ones. The next update need not grow."""
-        if self._tied:
+        if self.home is not None and self.get_seq_length() > 0:
+            self._follow(self.home)
+            self.home.reorder(beam_idx)
+        elif self._tied:
             self.keys, self.values = self._growing_keys.select(beam_idx), self._growing_values.select(beam_idx)
         else:
             super().reorder_cache(beam_idx)
@@ -150,6 +208,56 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys = self.values = None
         self.is_initialized = False
         self._growing_keys, self._growing_values = GrowingTensor(), GrowingTensor()
+        if self.home is not None:
+            self.home.clear()
+
+    def move(self, home: Home | None) -> None:
+        """Let the K/V live in `home` from now on, an empty one, or on the device if None."""
+        before, self.home, held = self.home, None, self.get_seq_length() > 0
+        if held and before is not None:
+            self._follow(before)
+            nothing = [tensor[:, :, :0].to(self.device) for tensor in self._both]
+            both = before.append(nothing[0], nothing[1])
+            self.keys, self.values = (tensor.clone(memory_format=torch.contiguous_format) for tensor in both)
+        self.home = home
+        if held and home is not None:
+            home.append(*self._both)
+            self._show_home(home, self.get_seq_length())
+        self._growing_keys, self._growing_values = GrowingTensor(), GrowingTensor()
+
+    def settle(self) -> None:
+        """Let `keys` and `values` be what they show, where they are in host memory."""
+        if self.home is not None and self.get_seq_length() > 0:
+            self._follow(self.home)
+            self.home.settle()
+
+    def _append_home(
+        self, home: Home, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._follow(home)
+        keys, values = home.append(key_states, value_states)
+        self._show_home(home, keys.shape[2])
+        return keys, values
+
+    def _show_home(self, home: Home, length: int) -> None:
+        self.keys, self.values = home.show(length)
+        self._shown = self.keys
+
+    def _follow(self, home: Home) -> None:
+        """Let `home` hold what somebody put in place of the views that it showed (batch_select_indices, ...)."""
+        if self.keys is self._shown or self.get_seq_length() == 0:
+            return
+        keys, values = self._both
+        batch, heads, length, width = keys.shape
+        target = home.allocate(batch, length, (heads, width), (values.shape[1], values.shape[3]), keys.dtype)
+        for new, there in zip(target, (keys, values), strict=True):
+            new.copy_(there)
+        self._show_home(home, length)
+
+    @property
+    def _both(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
 
     @property
     def _tied(self) -> bool:
@@ -183,150 +291,12 @@ def begin_forward(layer: Any, state_idx: int) -> None:
         layer.num_tokens += 1
 
 
-class CapturingSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
-    """Sliding-window (or chunked) attention, as DynamicSlidingWindowLayer, that also keeps K/V which left the window.
-
-    They are kept until they were stored: `captured` are K and V of the columns from `captured_from` on. At most
-    `max_captured_nbytes` are held; beyond, those before the window go, unstored.
-    """
-
-    def __init__(self, sliding_window: int, max_captured_nbytes: int) -> None:
-        super().__init__(sliding_window=sliding_window)
-        self.captured: tuple[torch.Tensor, torch.Tensor] | None
-        self._growing_keys: GrowingTensor
-        self._growing_values: GrowingTensor
-        self._max_captured_nbytes = max_captured_nbytes
-        self._capturing = True
-        self._forget_captured()
-
-    @property
-    def window(self) -> int:
-        """How many tokens before the next one its K/V are needed of."""
-        return int(self.sliding_window) - 1
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append K/V `[B, H, t, D]`; return those in the window and the new ones. Mirrors DynamicSlidingWindowLayer.update."""
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        if torch.is_grad_enabled():
-            self._forget_captured()
-        elif self._capturing:
-            nothing = key_states[:, :, :0]
-            before = self.captured or (nothing, value_states[:, :, :0])
-            self.captured = (
-                self._growing_keys.append(before[0], key_states),
-                self._growing_values.append(before[1], value_states),
-            )
-            if self.captured_nbytes > self._max_captured_nbytes:
-                self.drop_captured(self.cumulative_length - self.window)
-        return keys, values
-
-    def allocate(
-        self,
-        batch: int,
-        num_tokens: int,
-        captured_from: int,
-        keys: tuple[int, int, torch.dtype],
-        values: tuple[int, int, torch.dtype],
-        device: torch.device,
-    ) -> None:
-        """Hold `num_tokens` tokens, uninitialised K/V from column `captured_from` on, to be filled before `settle`.
-
-        K and V are given as (H, D, dtype).
-        """
-        both = [torch.empty(0, dtype=dtype, device=device) for _, _, dtype in (keys, values)]
-        self.lazy_initialization(*both)
-        captured = num_tokens - captured_from
-        self.captured = (
-            self._growing_keys.allocate((batch, keys[0], captured, keys[1]), keys[2], device),
-            self._growing_values.allocate((batch, values[0], captured, values[1]), values[2], device),
-        )
-        self.captured_from = captured_from
-        self.cumulative_length = num_tokens
-
-    def settle(self) -> None:
-        """Let the last window of what was filled in be what attention sees."""
-        assert self.captured is not None
-        self.keys, self.values = (tensor[:, :, -self.window :] for tensor in self.captured)
-
-    @property
-    def captured_nbytes(self) -> int:
-        """Bytes of captured K/V."""
-        # By shape: `nbytes` is not known to torch.compile.
-        return sum(math.prod(tensor.shape) * tensor.itemsize for tensor in self.captured) if self.captured is not None else 0
-
-    def drop_captured(self, before: int) -> None:
-        """Free captured K/V before the column `before`."""
-        count = before - self.captured_from
-        if self.captured is None or count <= 0:
-            return
-        keys, values = (tensor[:, :, count:].clone() for tensor in self.captured)
-        self._growing_keys, self._growing_values = GrowingTensor(), GrowingTensor()
-        self.captured = keys, values
-        self.captured_from = before
-
-    def stop_capturing(self) -> None:
-        """Keep what is captured and capture no more: rows will change places."""
-        self._capturing = False
-
-    def can_truncate(self, num_tokens: int) -> bool:
-        """Say whether the last window of the first `num_tokens` tokens is still there."""
-        if num_tokens == self.cumulative_length:
-            return True
-        kept = num_tokens - self.captured_from
-        if self.captured is None or min(tensor.shape[2] for tensor in self.captured) < kept:
-            return False
-        return kept > 0 and (self.captured_from == 0 or kept >= self.window)
-
-    def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens, in place. Only where `can_truncate` says so."""
-        if num_tokens != self.cumulative_length:
-            assert self.captured is not None
-            kept = num_tokens - self.captured_from
-            keys, values = self.captured
-            self.captured = keys[:, :, :kept], values[:, :, :kept]
-            self.cumulative_length = num_tokens
-            self.settle()
-        self._capturing = True
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        if self._capturing:
-            self._forget_captured()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._forget_captured()
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._forget_captured()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        self._forget_captured()
-
-    def reset(self) -> None:
-        """Drop all tokens."""
-        self.keys = self.values = None
-        self.is_initialized = False
-        self.cumulative_length = 0
-        self._capturing = True
-        self._forget_captured()
-
-    def _forget_captured(self) -> None:
-        self._growing_keys, self._growing_values = GrowingTensor(), GrowingTensor()
-        self.captured = None
-        self.captured_from = self.cumulative_length
-        self.valid_from: tuple[int, ...] = ()  # by row, where not captured_from
-
-
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
     shape = tensor.shape
     return shape[0], shape[1], shape[3], tensor.dtype, tensor.device
 
 
-def _capacity(num_tokens: int) -> int:
+def capacity_for(num_tokens: int) -> int:
+    """Return for how many tokens to make room where there are `num_tokens`."""
     wanted = num_tokens + max(num_tokens // 8, 1)
     return -(-wanted // GROWTH_TOKENS) * GROWTH_TOKENS

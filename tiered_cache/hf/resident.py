@@ -44,9 +44,12 @@ class Resident:
 
 
 def fill(
-    binding: Binding, prompt: Columns, expand: int, resident: Resident
+    binding: Binding, prompt: Columns, expand: int, resident: Resident, total: int
 ) -> tuple[int, dict[str, int], Refusal | None, list[int]]:
     """Let the layers of `binding` hold the longest known prefix of `prompt`, `expand` rows of each.
+
+    Args:
+        total: how many columns there may be at the end of the call.
 
     Returns:
         Its columns, tokens by tier, why it is not all but one token, and how many tokens are stored of each row.
@@ -57,6 +60,7 @@ def fill(
     try:
         columns, served = 0, dict[str, int]()
         while columns == 0 and (stored := binding.usable(prompt, matches, limit)) > kept:
+            binding.plan(prompt.rows * expand, total, prompt.length - stored)
             if not any(match.on_disk for match in matches):  # nothing can fail any more
                 resident.layers.clear()  # not needed any more: frees their memory before more is taken
             loaded = binding.load(prompt, expand, matches, stored)
@@ -65,6 +69,8 @@ def fill(
             columns, served = kept, {"resident": sum(max(0, kept - pad) for pad in prompt.pads)}
             binding.layers = resident.layers
             truncate(resident.layers, kept)
+            binding.plan(prompt.rows * expand, total, prompt.length - kept)
+            binding.place(resident.layers)
     finally:
         binding.release(matches)
     known = [match.known_tokens for match in matches]

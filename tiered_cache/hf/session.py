@@ -122,6 +122,7 @@ class Session:
     def close(self) -> None:
         """Give the cache back to its user."""
         self._cache.session = self._frame = None
+        self._cache.settle()
         self._cache.drop_snapshots()
         self._cache.stack.record(self._cache.usage)
 
@@ -207,7 +208,10 @@ class Session:
             refusal = Refusal(MissReason.UNKNOWN_CONTENT, "the prompt is not of a form that can be reused")
             whole_ids, prompt_tokens = input_ids, passed_tokens
         at_once = generation_config.prefill_chunk_size is None
-        self._covered = cache.reuse(self._prompt, prompt_tokens, self._expand, self._resident, refusal, at_once=at_once)
+        self._covered = cache.reuse(
+            self._prompt, prompt_tokens, self._expand, self._resident, refusal, at_once=at_once,
+            total=generation_config.max_length or None,
+        )  # fmt: skip
         self._resident = Resident([], None, None, Counter())  # frees what was not reused
         self._stage = Stage.RESTORED
         points = cache.split_points if at_once or compat.CHUNKED_PREFILL_CONTINUES else ()
@@ -216,6 +220,7 @@ class Session:
             lambda ids, arguments: call(ids, generation_config, arguments, *args, **kwargs),
             whole_ids, model_kwargs, points, held, cache.take_snapshot,
         )  # fmt: skip
+        cache.settle()
         if self._prompt is not None and _uniform_length(cache) != self._prompt.length:
             self._prompt = None  # another cache took over, or something was put in front of the prompt
         self._stage = Stage.PREFILLED

@@ -14,8 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tiered_cache.blocks import BlockLayout, SequenceLayout, SnapshotLayout, Strip
 from tiered_cache.hf import compat
-from tiered_cache.hf.layers import CapturingSlidingLayer, GrowableLayer, StatefulLayer
+from tiered_cache.hf.layers import GrowableLayer, StatefulLayer
 from tiered_cache.hf.offloaded import device_of
+from tiered_cache.hf.windows import CapturingSlidingLayer
 from tiered_cache.keys import MAIN, SIDE, SNAPSHOT
 
 Widths = tuple[tuple[int, int], tuple[int, int]]  # (heads, width) of K and of V
@@ -34,6 +35,11 @@ def side_layers(layers: Sequence[Any]) -> list[CapturingSlidingLayer]:
 def is_stateful(layers: Sequence[Any]) -> bool:
     """Say whether a hit takes a snapshot."""
     return any(isinstance(layer, StatefulLayer) for layer in layers)
+
+
+def is_hosted(layer: Any) -> bool:
+    """Say whether a layer's K/V live in host memory, and not on the device that computes."""
+    return isinstance(layer, GrowableLayer) and layer.home is not None
 
 
 def lengths(layers: Sequence[Any]) -> set[int]:
@@ -60,20 +66,25 @@ def put_states(layers: Sequence[Any], names: Sequence[tuple[int, str]], tensors:
 
 def strips_of(layers: Sequence[Any]) -> dict[str, Strip]:
     """Return the K/V of all layers as the strips that pieces are read from and written to."""
-    main = _tensors(full_layers(layers))
-    side = side_layers(layers)
+    full, side = full_layers(layers), side_layers(layers)
+    for layer in full:
+        layer.settle()
+    hosted = frozenset(2 * place + part for place, layer in enumerate(full) for part in (0, 1) if layer.home is not None)
+    main = Strip(_tensors(full), hosted=hosted)
     if not side or any(slid.captured is None for slid in side):
-        return {MAIN: Strip(main), SIDE: Strip((), origin=sys.maxsize)}
+        return {MAIN: main, SIDE: Strip((), origin=sys.maxsize)}
     origin = max(slid.captured_from for slid in side)
     captured = tuple(tensor[:, :, origin - slid.captured_from :] for slid in side for tensor in slid.captured or ())
-    return {MAIN: Strip(main), SIDE: Strip(captured, origin)}
+    return {MAIN: main, SIDE: Strip(captured, origin)}
 
 
 def layout_of(layers: Sequence[Any]) -> SequenceLayout:
     """Return the layout of live layers."""
     main, side = _tensors(full_layers(layers)), _tensors(side_layers(layers))
     kept = list(states(layers))
-    device = [*main, *side, *(tensor for _, _, tensor in kept)][0].device
+    # Not that of K/V, which may be in host memory.
+    places = [layer.device for layer in (*full_layers(layers), *side_layers(layers))]
+    device = [*places, *(tensor.device for _, _, tensor in kept)][0]
     main_layout = BlockLayout.of(main, device)
     if kept:
         pieces = tuple((place, name, tuple(tensor.shape[1:]), tensor.dtype) for place, name, tensor in kept)

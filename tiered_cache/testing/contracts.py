@@ -1,10 +1,12 @@
 """What every implementation of a protocol must do, as test classes: derive, say how to make one, and let pytest collect it."""
 
+import functools
 from abc import ABC, abstractmethod
 
+import pytest
 import torch
 
-from tiered_cache.devices.base import Device
+from tiered_cache.devices.base import Device, Lane
 from tiered_cache.policies.eviction import EvictionPolicy
 
 
@@ -56,25 +58,54 @@ class DeviceContract(ABC):
 
     def test_brings_bytes_to_every_memory_and_back(self) -> None:
         device = self.make()
-        for memories in (["host"], ["device"], ["device", "host"], ["host", "device"]):
-            buffers = [device.allocate(memory, 256) for memory in memories]
-            staged = device.stage(buffers)
-            staged.copy_(torch.arange(256, dtype=torch.uint8))
-            device.store(staged, buffers).wait()
-            for buffer in buffers:
-                transfer = device.fetch(buffer)
-                transfer.wait()
-                assert transfer.target().cpu().tolist() == list(range(256))
+        host, there, back = device.allocate("host", 256), device.allocate("device", 256), device.allocate("host", 256)
+        host.copy_(torch.arange(256, dtype=torch.uint8))
+        came = device.copy(Lane.UP, host, there, [device.mark()])
+        device.copy(Lane.DOWN, there, back, [came]).wait()
+        assert back.tolist() == list(range(256))
+        assert device.moved == {Lane.UP: 256, Lane.DOWN: 256}
 
-    def test_copies_between_memories(self) -> None:
+    def test_what_is_local(self) -> None:
         device = self.make()
-        source, target = device.allocate("host", 64), device.allocate("device", 64)
-        source.copy_(torch.arange(64, dtype=torch.uint8))
-        device.copy(source, target).wait()
-        assert target.cpu().tolist() == list(range(64))
+        assert device.is_local(device.allocate("device", 64))
+        assert device.is_local(device.allocate("host", 64)) != device.is_apart
+        assert device.free_bytes() > 0
 
     def test_the_target_may_be_used_without_waiting(self) -> None:
         device = self.make()
-        source = device.allocate("host", 64)
+        source, target = device.allocate("host", 64), device.allocate("device", 64)
         source.copy_(torch.arange(64, dtype=torch.uint8))
-        assert device.fetch(source).target().sum().item() == sum(range(64))
+        device.copy(Lane.UP, source, target, [device.mark()]).order()
+        assert target.sum().item() == sum(range(64))
+
+    def test_a_lane_keeps_its_order(self) -> None:
+        device = self.make()
+        target = device.allocate("device", 64)
+        for value in range(20):
+            done = device.run(
+                Lane.UP, functools.partial(_fill, target, value), reads=(), writes=[target], after=[device.mark()]
+            )
+        done.wait()
+        assert target.tolist() == [19] * 64
+
+    def test_one_lane_after_the_other(self) -> None:
+        device = self.make()
+        host, there, back = device.allocate("host", 64), device.allocate("device", 64), device.allocate("host", 64)
+        for value in range(20):
+            host.fill_(value)
+            came = device.copy(Lane.UP, host, there, [device.mark()])
+            device.copy(Lane.DOWN, there, back, [came]).wait()
+            assert back.tolist() == [value] * 64
+
+    def test_work_that_raises_leaves_the_lane_in_order(self) -> None:
+        device = self.make()
+        source, target = device.allocate("host", 64), device.allocate("device", 32)
+        source.fill_(7)
+        with pytest.raises(RuntimeError):
+            device.copy(Lane.UP, source, target, [device.mark()]).wait()
+        device.copy(Lane.UP, source[:32], target, [device.mark()]).wait()
+        assert target.tolist() == [7] * 32
+
+
+def _fill(target: torch.Tensor, value: int) -> None:
+    target.fill_(value)

@@ -1,119 +1,203 @@
-"""A device whose copies complete only when the test says so.
+"""A device on the CPU that does what its lanes are given as late, or in as odd an order, as streams and events allow.
 
-It runs on the CPU, with "device" memory apart from "host" memory by name only. It raises where a real accelerator would
-silently give wrong bytes: a buffer used before the copy into it is complete, or written while a copy still reads it.
+"Device" memory is apart from "host" memory by name only. It raises where a real accelerator would silently give wrong bytes:
+memory that is used before the work that fills it is done, or written while work still reads it. What it cannot see being
+touched (a model computes at once, and tells nobody) shows in the result: memory that nobody wrote is full of NaN.
 """
 
+import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from tiered_cache.devices.base import Device, Transfer, allocate_pageable
+from tiered_cache.devices import substitute
+from tiered_cache.devices.arena import Arena, aligned
+from tiered_cache.devices.base import Device, Event, Lane, allocate_pageable
 
 POISON = 0xFF  # in every byte of memory that was allocated and not yet written: NaN in any floating-point dtype
 PATIENCE_S = 30.0
 
 
-class ManualTransfer(Transfer):
-    """A copy that has not happened yet, unless `done`."""
+class ManualEvent(Event):
+    """A point on a lane; or one that was reached, as every point of the calling thread's own stream is."""
 
-    def __init__(self, device: "ManualDevice", source: torch.Tensor, targets: list[torch.Tensor]) -> None:
-        self.source = source
-        self.targets = targets
+    def __init__(self, device: "ManualDevice", job: "_Job | None" = None) -> None:
         self._device = device
-        self._done = threading.Event()
+        self.job = job
 
     def wait(self) -> None:
+        if self.job is None:
+            return
         if self._device.automatic:
-            self._device.complete_through(self)
-        if not self._done.wait(PATIENCE_S):
-            raise AssertionError("waited for a copy that the test does not complete")
+            self._device.finish(self.job)
+        if not self.job.done.wait(PATIENCE_S):
+            raise AssertionError("waited for work that the test does not let complete")
 
-    def target(self) -> torch.Tensor:
-        # On an accelerator the stream would wait, and go on when the copy is done; here that is now.
-        self._device.complete_through(self)
-        return self.targets[0]
+    def order(self) -> None:
+        if self.job is not None:  # a stream would wait, and go on when it is done; here that is now
+            self._device.finish(self.job)
 
-    def perform(self) -> None:
-        for target in self.targets:
-            if target is not self.source:
-                target.copy_(self.source)
-        self._done.set()
+
+class _Job:
+    """Work that a lane was given."""
+
+    def __init__(
+        self, lane: Lane, work: Callable[[], None], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor],
+        after: Sequence[Event], before: "_Job | None",
+    ) -> None:  # fmt: skip
+        self.done = threading.Event()
+        self.lane = lane
+        self.work = work
+        self.reads = [_extent(tensor) for tensor in reads]
+        self.writes = [_extent(tensor) for tensor in writes]
+        self.keeps = (*reads, *writes)
+        jobs = [event.job for event in after if isinstance(event, ManualEvent)]
+        self.after = [job for job in (*jobs, before) if job is not None and not job.done.is_set()]
+
+    def comes_after(self, other: "_Job") -> bool:
+        return any(job is other or job.comes_after(other) for job in self.after)
 
 
 class ManualDevice(Device):
     """See the module.
 
     Args:
-        automatic: complete a copy when somebody waits for it, so that only misuse shows.
+        automatic: work is done when somebody waits for it, so that only misuse shows; else the test calls `complete`.
+        order: where given, at every call some of the work that may be done, is: which, it says.
+        step: of the arena that stands for pinned memory, bytes.
+        device_bytes: how much device memory there is.
     """
 
-    def __init__(self, *, automatic: bool = False) -> None:
+    def __init__(
+        self, *, automatic: bool = False, order: random.Random | None = None, step: int = 1 << 16, device_bytes: int = 1 << 40
+    ) -> None:
+        super().__init__()
         self.automatic = automatic
         self.allocated: dict[str, int] = {"host": 0, "device": 0}
+        self.device_bytes = device_bytes
+        self.pinned = Arena(allocate_pageable, step)
+        self._order = order
         self._lock = threading.RLock()
-        self._pending: list[ManualTransfer] = []
-        self._device_memory: set[int] = set()
+        self._pending: list[_Job] = []
+        self._device_memory: dict[int, int] = {}  # address, size
+
+    # --- for the test -----------------------------------------------------------------------------------------------
 
     def complete(self) -> int:
-        """Let all copies under way complete, in order; return how many."""
+        """Let all work that was given complete; return how much that is."""
         with self._lock:
-            done, self._pending = self._pending, []
-            for transfer in done:
-                transfer.perform()
-            return len(done)
-
-    def complete_through(self, last: ManualTransfer) -> None:
-        """Let the copies up to `last` complete, as a stream would, in order."""
-        with self._lock:
-            while last in self._pending:
-                self._pending.pop(0).perform()
+            number = len(self._pending)
+            while self._pending:
+                self.finish(self._pending[0])
+            return number
 
     @property
     def num_pending(self) -> int:
         return len(self._pending)
 
+    # --- as a device ------------------------------------------------------------------------------------------------
+
+    def footprint(self, nbytes: int) -> int:
+        return aligned(nbytes)
+
     def allocate(self, memory: str, nbytes: int) -> torch.Tensor:
-        self.allocated[memory] += nbytes
-        buffer = allocate_pageable(nbytes)
-        buffer.fill_(POISON)
-        if memory == "device":
-            self._device_memory.add(buffer.data_ptr())
-        else:
-            self._device_memory.discard(buffer.data_ptr())
-        return buffer
-
-    def stage(self, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-        self._check_writable(buffers)
-        on_device = [buffer for buffer in buffers if self._is_on_device(buffer)]
-        return on_device[0] if on_device else self.allocate("device", buffers[0].nbytes)
-
-    def store(self, staged: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Transfer:
-        return self._start(staged, [buffer for buffer in buffers if buffer is not staged] or [staged])
-
-    def fetch(self, buffer: torch.Tensor) -> Transfer:
-        if self._is_on_device(buffer):
-            return self._start(buffer, [buffer])
-        return self._start(buffer, [self.allocate("device", buffer.nbytes)])
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        return self._start(source, [target])
-
-    def _is_on_device(self, buffer: torch.Tensor) -> bool:
-        return buffer.data_ptr() in self._device_memory
-
-    def _start(self, source: torch.Tensor, targets: list[torch.Tensor]) -> Transfer:
+        self._shuffle()
         with self._lock:
-            for transfer in self._pending:
-                if any(target is source and transfer.source is not target for target in transfer.targets):
-                    raise AssertionError("use before wait: the copy that fills this buffer is not complete")
-            self._check_writable([target for target in targets if target is not source])
-            transfer = ManualTransfer(self, source, targets)
-            self._pending.append(transfer)
-            return transfer
+            self.allocated[memory] += nbytes
+            span = self.pinned.take(nbytes) if memory == "host" else None
+            buffer = allocate_pageable(nbytes) if span is None else span
+            buffer.fill_(POISON)
+            address = buffer.data_ptr()
+            for start in [
+                start for start, size in self._device_memory.items() if start < address + nbytes and address < start + size
+            ]:
+                del self._device_memory[start]
+            if memory == "device":
+                self._device_memory[address] = nbytes
+            return buffer
 
-    def _check_writable(self, buffers: Sequence[torch.Tensor]) -> None:
-        for transfer in self._pending:
-            if any(buffer is transfer.source for buffer in buffers):
-                raise AssertionError("reuse before done: a copy out of this buffer is not complete")
+    def is_local(self, buffer: torch.Tensor) -> bool:
+        start = buffer.untyped_storage().data_ptr()
+        return start in self._device_memory
+
+    def free_bytes(self) -> int:
+        return self.device_bytes
+
+    def mark(self) -> Event:
+        return ManualEvent(self)
+
+    def run(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        after: Sequence[Event] = (),
+    ) -> Event:
+        with self._lock:
+            before = next((job for job in reversed(self._pending) if job.lane is lane), None)
+            job = _Job(lane, work, reads, writes, after, before)
+            self._check(job.reads, job.writes, job)
+            self._pending.append(job)
+        self._shuffle()
+        return ManualEvent(self, job)
+
+    def claim(self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> None:
+        with self._lock:
+            self._check([_extent(tensor) for tensor in reads], [_extent(tensor) for tensor in writes], None)
+
+    def finish(self, job: _Job) -> None:
+        """Do one job, and before it what it comes after."""
+        with self._lock:
+            if job.done.is_set():
+                return
+            for earlier in job.after:
+                self.finish(earlier)
+            self._pending.remove(job)
+            job.work()
+            job.done.set()
+            job.after, job.keeps = [], ()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _shuffle(self) -> None:
+        order = self._order
+        with self._lock:
+            while order is not None and self._pending and order.random() < 0.5:
+                ready = [job for job in self._pending if not any(not each.done.is_set() for each in job.after)]
+                self.finish(order.choice(ready))
+
+    def _check(self, reads: "list[_Extent]", writes: "list[_Extent]", job: _Job | None) -> None:
+        for other in self._pending:
+            if job is not None and job.comes_after(other):
+                continue
+            if _overlap(other.writes, reads) or _overlap(other.writes, writes):
+                raise AssertionError("use before wait: the work that fills this memory is not done")
+            if _overlap(other.reads, writes):
+                raise AssertionError("reuse before done: work that reads this memory is not done")
+
+
+_Extent = tuple[int, int]
+
+
+def _extent(tensor: torch.Tensor) -> _Extent:
+    """Return the first address of a tensor and the one behind its last."""
+    last = (
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
+    )
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _overlap(ones: Sequence[_Extent], others: Sequence[_Extent]) -> bool:
+    return any(one[0] < other[1] and other[0] < one[1] for one in ones for other in others)
+
+
+@contextmanager
+def pretend_accelerator(device: ManualDevice | None = None) -> Iterator[ManualDevice]:
+    """Let the package believe that the CPU is an accelerator with memory of its own, for as long as the context is open."""
+    device = ManualDevice(automatic=True) if device is None else device
+    with substitute(torch.device("cpu"), device):
+        yield device

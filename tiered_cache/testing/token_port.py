@@ -7,7 +7,7 @@ import numpy as np
 
 from tiered_cache.format import TensorSpec
 from tiered_cache.keys import MAIN, SIDE, SNAPSHOT
-from tiered_cache.tiers.base import Transfer
+from tiered_cache.tiers.base import Part, Transfer
 
 TOKEN_NBYTES = 8
 NOTHING = -(1 << 40)  # in memory that nobody wrote
@@ -80,13 +80,14 @@ class TokenPort:
     def view(self, buffer: np.ndarray) -> memoryview:
         return buffer.data.cast("B")
 
-    def load(
-        self, kind: str, start: int, num_tokens: int, buffer: np.ndarray, block_tokens: int, *, once: bool = False
-    ) -> Transfer:
-        needed = self.layout.nbytes(kind, block_tokens) // TOKEN_NBYTES
-        assert len(buffer) == needed or (once and len(buffer) > needed)
+    def load(self, kind: str, start: int, parts: Sequence[Part]) -> Transfer:
+        assert len({part.num_tokens for part in parts}) == 1
+        assert len(parts) == 1 or all(part.take == part.num_tokens for part in parts)
         loaded = self.loaded if kind == MAIN else self.loaded_side
-        loaded[start : start + num_tokens] = self._sign(kind) * buffer[:num_tokens]
+        for part in parts:
+            assert len(part.buffer) >= self.layout.nbytes(kind, part.num_tokens) // TOKEN_NBYTES
+            loaded[start : start + part.take] = self._sign(kind) * part.buffer[: part.take]
+            start += part.take
         return Complete()
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> Transfer:

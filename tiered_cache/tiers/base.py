@@ -5,6 +5,7 @@ Owns budgets and their accounting. Refuses to own copying (devices, behind `Bloc
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from tiered_cache.errors import ConfigError
@@ -23,6 +24,15 @@ class Transfer(Protocol):
 
     def wait(self) -> None:
         """Return when the copy is complete and both ends may be used by anyone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece to be loaded: of its `num_tokens` tokens the first `take`."""
+
+    buffer: Buffer
+    num_tokens: int
+    take: int
 
 
 class BlockPort(Protocol):
@@ -62,12 +72,10 @@ class BlockPort(Protocol):
     def view(self, buffer: Buffer) -> memoryview:
         """Return the bytes of a host buffer, writable."""
 
-    def load(
-        self, kind: str, start: int, num_tokens: int, buffer: Buffer, block_tokens: int, *, once: bool = False
-    ) -> Transfer:
-        """Start to copy the first `num_tokens` of a piece of `block_tokens` tokens in `buffer` to the layers at `start`.
+    def load(self, kind: str, start: int, parts: Sequence[Part]) -> Transfer:
+        """Start to copy pieces that follow each other to the layers, the first one's first token to `start`.
 
-        `once`: the buffer holds something else afterwards.
+        Where there are several, all are of one size, whole, and in one memory.
         """
 
     def copy(self, source: Buffer, target: Buffer) -> Transfer:

@@ -1,0 +1,192 @@
+"""K/V of all layers of one sequence <-> flat buffers, as the stack's `BlockPort`.
+
+Owns what is gathered from and scattered to the layers, and through which lane of the device. Refuses to own the layout
+(blocks), streams (devices) and which blocks exist (stack).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from tiered_cache.blocks import FlatLayout, SequenceLayout, Strip
+from tiered_cache.devices.base import Device, Lane
+from tiered_cache.devices.ring import Ring, Slot
+from tiered_cache.keys import MAIN, SIDE, SNAPSHOT
+from tiered_cache.tiers.base import Part, Transfer
+
+
+class SequencePort:
+    """One sequence's columns in the layers' K/V.
+
+    On a device with memory of its own, pieces from the host are copied one behind the other into a staging buffer there, and
+    put into the layers from that, a whole run at once; the way back gathers on the lane that brings it down. Layers whose K/V
+    are in host memory are written and read there, by the calling thread.
+
+    Args:
+        layout: of the layers.
+        strips: their K/V by kind of piece, read by `save` and written by `load`. What was computed of them, the current stream
+            of the thread that makes the port was given before.
+        rows: the batch rows that hold the sequence. `save` reads the first, `load` writes all (beams start as copies).
+        first_column: the column of the sequence's token 0 (its number of left pads).
+        device: moves the bytes.
+        side_from: the first column whose "side" K/V are there.
+        snapshots: tensors `[B, ...]` of each snapshot, by the tokens it stands for: read by `save`, written by `load`.
+        restored_end: the tokens of the snapshot that the sequence went on from; 0 if none.
+    """
+
+    def __init__(
+        self,
+        layout: SequenceLayout,
+        strips: dict[str, Strip],
+        rows: slice,
+        first_column: int,
+        device: Device,
+        side_from: int = 0,
+        snapshots: Mapping[int, Sequence[torch.Tensor]] = {},
+        restored_end: int = 0,
+    ) -> None:
+        self.layout = layout
+        # The one that was restored is there already; it stays as long as what is stored behind it.
+        self.ends = tuple(dict.fromkeys([*snapshots, *([restored_end] if restored_end > 0 else [])]))
+        self._snapshots = snapshots
+        self._layouts: dict[str, FlatLayout] = {MAIN: layout.main, SIDE: layout.side}
+        self._strips = strips
+        self._rows = rows
+        self._first_column = first_column
+        self._device = device
+        self._side_from = side_from
+        self._made = device.mark()
+        self._ring = Ring(device)
+
+    @property
+    def window(self) -> int:
+        return self.layout.window
+
+    @property
+    def staging(self) -> str:
+        return type(self._device).__name__
+
+    def has_side(self, start: int, stop: int) -> bool:
+        if self.window == SNAPSHOT:
+            return stop in self._snapshots
+        return self._first_column + start >= self._side_from
+
+    def nbytes(self, kind: str, num_tokens: int) -> int:
+        return self._device.footprint(self._layouts[kind].nbytes(num_tokens))
+
+    def allocate(self, memory: str, nbytes: int) -> torch.Tensor:
+        return self._device.allocate(memory, nbytes)
+
+    def view(self, buffer: torch.Tensor) -> memoryview:
+        return buffer.numpy().data
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        lane = Lane.UP if self._device.is_local(target) else Lane.DOWN
+        return self._device.copy(lane, source, target, [self._device.mark()])
+
+    # --- from the layers --------------------------------------------------------------------------------------------
+
+    def save(self, kind: str, start: int, num_tokens: int, buffers: Sequence[torch.Tensor]) -> Transfer:
+        device, layout = self._device, self._layouts[kind]
+        rows = [rows[0] for rows in self._targets(kind, start, num_tokens)]
+        resident, hosted = self._places(kind, len(rows))
+        local = [buffer for buffer in buffers if device.is_local(buffer)]
+        slot = Slot(local[0], [device.mark()]) if local else self._ring.take(layout.nbytes(num_tokens))
+        views = layout.views(slot.buffer, num_tokens)
+
+        def gather() -> None:
+            if layout.has_gaps(num_tokens):
+                slot.buffer.zero_()  # what was in memory before must not get into a file
+            for place in resident:
+                views[place].copy_(rows[place])
+
+        reads = [rows[place] for place in resident]
+        done = device.run(Lane.DOWN, gather, reads=reads, writes=[slot.buffer], after=[self._made, *slot.busy])
+        on_host = [buffer for buffer in buffers if not device.is_local(buffer)]
+        if hosted and not on_host:  # the host tier has no room for it
+            on_host = [device.allocate("host", layout.nbytes(num_tokens))]
+        for buffer in on_host:
+            for first, last in layout.ranges(num_tokens, resident):
+                done = device.copy(Lane.DOWN, slot.buffer[first:last], buffer[first:last], [done])
+            self._gather_hosted(layout, num_tokens, buffer, rows, hosted)
+        for first, last in layout.ranges(num_tokens, hosted) if local else ():
+            done = device.copy(Lane.UP, on_host[0][first:last], slot.buffer[first:last], [done])
+        slot.busy = [done]
+        return done
+
+    def _gather_hosted(
+        self, layout: FlatLayout, num_tokens: int, buffer: torch.Tensor, rows: Sequence[torch.Tensor], hosted: Sequence[int]
+    ) -> None:
+        self._device.claim(reads=[rows[place] for place in hosted])
+        for first, last in layout.ranges(num_tokens, hosted):
+            buffer[first:last].zero_()
+        views = layout.views(buffer, num_tokens)
+        for place in hosted:
+            views[place].copy_(rows[place])
+
+    # --- to the layers ----------------------------------------------------------------------------------------------
+
+    def load(self, kind: str, start: int, parts: Sequence[Part]) -> Transfer:
+        device, layout, size = self._device, self._layouts[kind], parts[0].num_tokens
+        resident, hosted = self._places(kind, len(layout.shapes(size)))
+        if device.is_local(parts[0].buffer):
+            for place, part in enumerate(parts):
+                device.claim(reads=[part.buffer])
+                self._scatter(kind, start + place * size, part.take, layout.views(part.buffer, size), resident)
+            self._scatter_hosted(kind, start, [self._brought_down(part) for part in parts] if hosted else [], hosted)
+            return device.mark()
+        nbytes = layout.nbytes(size)
+        slot = self._ring.take(len(parts) * nbytes)
+        staged = slot.buffer[: len(parts) * nbytes].view(len(parts), nbytes)
+        came = device.mark()
+        for row, part in zip(staged, parts, strict=True):
+            for first, last in layout.ranges(size, resident):
+                came = device.copy(Lane.UP, part.buffer[first:last], row[first:last], slot.busy)
+        self._scatter_hosted(kind, start, parts, hosted)
+        came.order()  # the last one: a lane keeps its order
+        device.claim(reads=[staged])
+        if len(parts) > 1:
+            self._scatter(kind, start, len(parts) * size, layout.views(staged, size), resident)
+        else:
+            self._scatter(kind, start, parts[0].take, layout.views(staged[0], size), resident)
+        slot.busy = [device.mark()]
+        return came
+
+    def _scatter(self, kind: str, start: int, take: int, views: Sequence[torch.Tensor], places: Sequence[int]) -> None:
+        """Put a piece's tensors, or those of a run of whole ones (`[N, H, T, D]` each), into the layers."""
+        targets = list(self._targets(kind, start, take))
+        for place in places:
+            view, rows = views[place], targets[place]
+            if kind == SIDE and self.window == SNAPSHOT:
+                rows[:] = view
+            elif view.ndim == 3:
+                rows[:] = view[:, :take]
+            else:
+                runs = rows.view(*rows.shape[:2], len(view), view.shape[2], rows.shape[3])
+                runs[:] = view.movedim(0, 1)
+
+    def _scatter_hosted(self, kind: str, start: int, parts: Sequence[Part], places: Sequence[int]) -> None:
+        for part in parts if places else ():
+            self._scatter(kind, start, part.take, self._layouts[kind].views(part.buffer, part.num_tokens), places)
+            start += part.take
+
+    def _brought_down(self, part: Part) -> Part:
+        buffer = self._device.allocate("host", part.buffer.nbytes)
+        self._device.copy(Lane.DOWN, part.buffer, buffer, [self._device.mark()]).wait()
+        return Part(buffer, part.num_tokens, part.take)
+
+    def _places(self, kind: str, number: int) -> tuple[list[int], list[int]]:
+        """Return which tensors of a piece are on the device, and which in host memory."""
+        hosted = frozenset[int]() if kind == SIDE and self.window == SNAPSHOT else self._strips[kind].hosted
+        return [place for place in range(number) if place not in hosted], sorted(hosted)
+
+    def _targets(self, kind: str, start: int, num_tokens: int) -> Iterator[torch.Tensor]:
+        """Yield the rows of the layers' tensors that a piece belongs to, tensor by tensor."""
+        if kind == SIDE and self.window == SNAPSHOT:
+            for tensor in self._snapshots[start + num_tokens]:
+                yield tensor[self._rows]
+            return
+        first = self._first_column + start - self._strips[kind].origin
+        assert first >= 0
+        for tensor in self._strips[kind].tensors:
+            yield tensor[self._rows, :, first : first + num_tokens]
