@@ -4,12 +4,14 @@ Owns the index, the budgets, eviction and promotion. Refuses to own bytes in fli
 are opaque here and no torch is imported, so all of this is tested in milliseconds.
 """
 
+import atexit
 import os
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
@@ -25,9 +27,11 @@ from tiered_cache.keys import SIDE, SNAPSHOT, TOKEN_NBYTES, encode_tokens
 from tiered_cache.lookup import Lookup
 from tiered_cache.matching import Match
 from tiered_cache.movement import Fetched, Movement
+from tiered_cache.tiers.arrangement import arrange
 from tiered_cache.tiers.base import BlockPort, MemoryTier
 from tiered_cache.tiers.disk import Branch, DiskTier, Stay
 from tiered_cache.usage import Stats, TierStats, Usage
+from tiered_cache.workers import Workers
 from tiered_cache.writeback import EXIT_FLUSH_S
 
 FOREVER = Stay()
@@ -51,7 +55,7 @@ class TierStack:
     """
 
     def __init__(self, *tiers: MemoryTier | DiskTier, block_tokens: int = 256, namespace: str = "default") -> None:
-        self.tiers, self.disk = _check_tiers(tiers)
+        self.tiers, self.disk = arrange(tiers)
         if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:
             raise ConfigError(f"TierStack(block_tokens={block_tokens!r}) must be a whole number of at least 1, such as 256.")
         if not isinstance(namespace, str) or not namespace:
@@ -72,6 +76,8 @@ class TierStack:
         if self.disk is not None:
             self._archive = Archive(self.disk, int(self.tiers[-1].capacity_bytes * QUEUED_SHARE))
             self._archive.writes.start()
+        self._committer = Workers(1, "tiered_cache committer")
+        self._behind: Future[None] | None = None
         self._movement = Movement(self._lock, self._index, self._inventory, self.tiers, self._archive)
         self._lookup = Lookup(self._lock, self._index, self._inventory, self._archive)
         _all.add(self)
@@ -86,6 +92,7 @@ class TierStack:
                 disk tier is asked for what memory does not hold, if there are any; none if the identity means something in
                 this process only.
         """
+        self.settle()
         self._check_open()
         return self._lookup.match(identity, salt, encode_tokens(token_ids), shapes)
 
@@ -177,6 +184,18 @@ class TierStack:
                     self._index.drop_if_empty(root)
         return created
 
+    def behind(self, job: Callable[[], None]) -> None:
+        """Run `job`, which commits and does not raise, on a thread of this stack's. One at a time: waits for the one before."""
+        self.settle()
+        self._behind = self._committer.submit(job)
+
+    def settle(self) -> None:
+        """Wait until all that was committed is stored in memory."""
+        future = self._behind
+        if future is not None:
+            future.result()
+            self._behind = None if self._behind is future else self._behind
+
     def _segments(self, tokens: bytes, port: BlockPort) -> list[tuple[int, bytes]]:
         """Cut a sequence into what its blocks hold: (place of the first token, encoded tokens), parents first.
 
@@ -217,6 +236,7 @@ class TierStack:
         Returns:
             Whether it is. False also if anything was dropped since the last flush (see `stats()`).
         """
+        self.settle()
         with self._lock:
             self._check_open()
         is_written = self._archive is None or self._archive.flush(timeout)
@@ -234,6 +254,7 @@ class TierStack:
         Raises:
             StoreError: something on disk could not be removed.
         """
+        self.settle()
         with self._lock:
             self._check_open()
             if namespace in (None, self.namespace):
@@ -245,6 +266,7 @@ class TierStack:
 
     def forget(self, identity: bytes) -> None:
         """Drop everything stored for one model identity. Raises StoreError as `clear` does."""
+        self.settle()
         with self._lock:
             self._check_open()
             self._inventory.discard_roots(lambda root: root.identity == identity)
@@ -260,6 +282,7 @@ class TierStack:
 
     def stats(self) -> Stats:
         """Return counters since the stack was made. Of a disk: as far as this process has looked."""
+        self.settle()
         tiers: list[tuple[MemoryTier | DiskTier, TierStats]] = [
             (tier, TierStats(tier.num_pieces, tier.used_bytes, tier.capacity_bytes, tier.evicted_pieces)) for tier in self.tiers
         ]
@@ -281,6 +304,8 @@ class TierStack:
 
         Caches that use this stack go on without reuse.
         """
+        self.settle()
+        self._committer.close()
         if self._archive is not None and not self.closed and not self._archive.flush(EXIT_FLUSH_S):
             self._archive.writes.give_up()
         self._close()
@@ -319,23 +344,6 @@ class TierStack:
             raise ClosedError("This TierStack is closed. Make a new one, or use TieredCache() with the default stack.")
 
 
-def _check_tiers(tiers: Sequence[MemoryTier | DiskTier]) -> tuple[tuple[MemoryTier, ...], DiskTier | None]:
-    """Return the tiers in memory, fastest first, and the disk tier. Raises ConfigError unless they make a stack."""
-    for tier in tiers:
-        if not isinstance(tier, MemoryTier | DiskTier):
-            raise ConfigError(f'TierStack(*tiers) takes tiers, such as HostTier("8GiB"), not {type(tier).__name__}.')
-        if tier.is_taken:
-            raise ConfigError(f"{tier!r} already belongs to another TierStack. Give each stack tiers of its own.")
-    names = [tier.name for tier in tiers]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"TierStack(*tiers) was given the {name} tier twice. Make one with the sum of their capacities.")
-    if "host" not in names:
-        raise ConfigError('TierStack(*tiers) needs a HostTier, such as TierStack(HostTier("8GiB")).')
-    in_memory = sorted((tier for tier in tiers if isinstance(tier, MemoryTier)), key=lambda tier: tier.speed)
-    return tuple(in_memory), next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
-
-
 def check_stack(stack: object, argument: str) -> TierStack:
     """Return `stack` if it is an open TierStack. Raises ConfigError or ClosedError naming `argument`."""
     if not isinstance(stack, TierStack):
@@ -359,6 +367,8 @@ def _before_fork() -> None:
 def _after_fork(in_child: bool) -> None:
     while _forking:
         stack = _forking.pop()
+        if in_child:
+            stack._behind = None
         if in_child and stack._archive is not None:
             stack._archive.after_fork()
             stack._movement.after_fork()
@@ -367,3 +377,11 @@ def _after_fork(in_child: bool) -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=lambda: _after_fork(False), after_in_child=lambda: _after_fork(True))
+
+
+def _at_exit() -> None:
+    for stack in list(_all):  # before what is stored then is written to disk, and before memory may not be freed any more
+        stack.settle()
+
+
+atexit.register(_at_exit)

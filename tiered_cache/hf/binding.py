@@ -4,22 +4,23 @@ Owns what may be reused and stored with this model as it is, and the way of K/V 
 Refuses to own what the cache held before and which tokens its columns hold (cache).
 """
 
+import functools
+import logging
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from tiered_cache.blocks import SequenceLayout, SnapshotLayout
 from tiered_cache.devices import device_for
 from tiered_cache.hf import compat, identity, selfcheck
+from tiered_cache.hf.checks import refuse_model
 from tiered_cache.hf.columns import Columns
 from tiered_cache.hf.explain import Refusal
-from tiered_cache.hf.layers import GrowableLayer, StatefulLayer
 from tiered_cache.hf.offload import Offload
 from tiered_cache.hf.offloaded import device_of, layer_devices
 from tiered_cache.hf.shapes import (
@@ -34,7 +35,6 @@ from tiered_cache.hf.shapes import (
     strips_of,
     truncate,
 )
-from tiered_cache.hf.windows import CapturingSlidingLayer
 from tiered_cache.interrupts import uninterrupted
 from tiered_cache.keys import MAIN, SIDE
 from tiered_cache.matching import Match
@@ -42,7 +42,9 @@ from tiered_cache.port import SequencePort
 from tiered_cache.stack import TierStack
 from tiered_cache.tiers.base import Transfer
 from tiered_cache.tiers.disk import Stay
-from tiered_cache.usage import MissReason
+from tiered_cache.usage import MissReason, Usage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Binding:
         self._autocast = torch.is_autocast_enabled(device_of(model).type)
         self._switch, self._one_long_regime = sys.maxsize, False
         self._long = False  # this call is longer than the switch
-        self.refusal = self._refuse(model)
+        self.refusal = refuse_model(model, self.layers)
         if self.refusal is None:
             why = None
             try:
@@ -233,7 +235,7 @@ class Binding:
             served_by_row.append({})
             if reached > pad:
                 # What an earlier row has is read once, and copied.
-                source, have = self._like(prompt, row, reached)
+                source, have = prompt.like(row, reached, same_pads=self._by_hand)
                 like = slice(source * expand, source * expand + 1)
                 if have == reached - pad and prompt.pads[source] == pad:
                     for tensor in (*strips[MAIN].tensors, *strips[SIDE].tensors, *kept):
@@ -269,37 +271,30 @@ class Binding:
                 served[tier] = served.get(tier, 0) + tokens
         return Loaded(reached, served, left)
 
-    def _like(self, prompt: Columns, row: int, reached: int) -> tuple[int, int]:
-        """Return which earlier row has most leading tokens in common with `row`, and how many; up to column `reached`."""
-        pad, tokens = prompt.pads[row], prompt.row(row)
-        best, source = 0, 0
-        for earlier in range(row):
-            count = reached - max(pad, prompt.pads[earlier])
-            if count > best and self._salt_of(prompt, earlier) == self._salt_of(prompt, row):
-                differs = np.flatnonzero(prompt.row(earlier)[:count] != tokens[:count])
-                shared = int(differs[0]) if len(differs) else count
-                best, source = max((best, source), (shared, earlier))
-        return source, best
+    def store(self, columns: Columns, rows: Sequence[int], stops: Sequence[int], usage: Usage, *, is_complete: bool) -> None:
+        """Store `rows` of the layers' K/V, each up to its column `stop`; `usage` is told how many tokens are new.
 
-    def store(self, columns: Columns, rows: Sequence[int], stops: Sequence[int], *, is_complete: bool) -> int:
-        """Store `rows` of the layers' K/V, each up to its column `stop`; return how many tokens are new.
-
+        On an accelerator behind the caller's back: until the stack is settled, what is stored must not be written.
         `is_complete`: no forward was interrupted, so that states are those after the last column.
         """
+        self._stack.settle()
         # Weights or adapters may have changed during the call: then nobody knows which tokens saw which.
         if self.identity is None or self._fingerprint is None or not identity.is_unchanged(self.model, self._fingerprint):
-            return 0
+            return
         strips, side = strips_of(self.layers), side_layers(self.layers)
         dtypes = {tensor.dtype for strip in strips.values() for tensor in strip.tensors}
         if not self._autocast and dtypes - {self.model.dtype}:  # not as the fingerprint says: autocast in the loop only
-            return 0
+            return
         layout = layout_of(self.layers)
+        device = device_for(layout.main.device)
         snapshots = dict(self.snapshots)
         if is_complete and is_stateful(self.layers) and lengths(self.layers) == {columns.length}:
-            snapshots[columns.length] = tuple(tensor for _, _, tensor in states(self.layers))
+            snapshots[columns.length] = tuple(
+                tensor.clone() if device.is_apart else tensor for _, _, tensor in states(self.layers)
+            )
         goes_to_disk = self._stack.disk is not None and self._fingerprint.is_portable
         about = identity.describe(self.model) if goes_to_disk else None
-        created = 0
+        commits = []
         for row, stop in zip(rows, stops, strict=True):
             tokens = columns.row(row, min(stop, self.room(columns)))
             if len(tokens):
@@ -308,7 +303,7 @@ class Binding:
                     strips,
                     slice(row, row + 1),
                     columns.pads[row],
-                    device_for(layout.main.device),
+                    device,
                     side_from=max([strips[SIDE].origin, *(slid.valid_from[row] for slid in side if slid.valid_from)]),
                     snapshots={
                         column - columns.pads[row]: kept
@@ -317,7 +312,8 @@ class Binding:
                     },
                     restored_end=self._from - columns.pads[row] if is_stateful(self.layers) else 0,
                 )
-                created += self._stack.commit(
+                commit = functools.partial(
+                    self._stack.commit,
                     self.identity,
                     self._salt_of(columns, row),
                     tokens,
@@ -326,9 +322,14 @@ class Binding:
                     stay=self._stay,
                     about=about,
                 )
+                commits.append(commit)
+        if device.is_apart:
+            self._stack.behind(functools.partial(_store_all, commits, usage))
+        else:
+            for commit in commits:
+                usage.created_tokens += commit()
         for slid in side:  # stored, or never to be: the last window is what a later call may need
             slid.drop_captured(columns.length - layout.window - self._stack.block_tokens)
-        return created
 
     def _salt_of(self, columns: Columns, row: int) -> bytes:
         """Return the salt of a row, with all that K/V depend on beyond tokens and identity.
@@ -364,25 +365,15 @@ class Binding:
         assert model is not None, "the call that bound it keeps it alive"
         return model
 
-    def _refuse(self, model: PreTrainedModel) -> Refusal | None:
-        known = (GrowableLayer, CapturingSlidingLayer, StatefulLayer, *compat.EMPTY_LAYERS)
-        kinds = sorted({type(layer).__name__ for layer in self.layers if not isinstance(layer, known)})
-        if identity.is_training(model):
-            return Refusal(MissReason.DISABLED_CALL, "the model is in training mode (call model.eval())")
-        if kinds or not self.layers:
-            why = f"the model has layers without prefix reuse so far ({', '.join(kinds)})"
-            return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
-        if model.config.model_type in compat.NOT_CONTINUING:
-            why = f"{model.config.model_type} in transformers cannot continue from a prefix"
-            return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
-        if compat.has_virtual_tokens(model):
-            return Refusal(MissReason.UNKNOWN_CONTENT, "PEFT puts learned virtual tokens in front of the prompt")
-        if layer_devices(model, len(self.layers)) is None:
-            return Refusal(MissReason.UNSUPPORTED_LAYERS, "it is not clear on which device each of its layers computes")
-        if compat.is_bidirectional(model.config):
-            why = "the model's attention looks at later tokens, so a prefix has no K/V of its own"
-            return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
-        return None
+
+def _store_all(commits: Sequence[Callable[[], int]], usage: Usage) -> None:
+    """Run commits on a thread of the stack's."""
+    try:
+        with torch.no_grad():
+            for commit in commits:
+                usage.created_tokens += commit()
+    except Exception as error:
+        logger.warning("Storing failed, this call's K/V are not kept: %r", error, exc_info=not isinstance(error, MemoryError))
 
 
 def _first(by_tier: dict[str, int], num_tokens: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ from tiered_cache.defaults import default_stack
 from tiered_cache.errors import CacheInUseError, ConfigError, TieredCacheError
 from tiered_cache.hf import compat
 from tiered_cache.hf.binding import Binding
-from tiered_cache.hf.checks import check_stay
+from tiered_cache.hf.checks import check_commit, check_stay
 from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.content import refuse_by_hand
 from tiered_cache.hf.explain import Refusal, describe
@@ -54,9 +54,6 @@ class TieredCache(DynamicCache):
             its free memory and the request's length need ("auto"); all but a share (0.0 to 1.0); or as few as needed to have
             no more than so many bytes of K/V on the accelerator (an int, or a str such as "2GiB").
 
-    Attributes:
-        usage: token counts of the last generate() or restore().
-
     Raises:
         ConfigError: `stack` is no TierStack, or another argument is of the wrong kind.
         ClosedError: `stack` is closed.
@@ -87,7 +84,7 @@ class TieredCache(DynamicCache):
         self.layer_class_to_replicate = GrowableLayer
         self.stack = default_stack() if stack is None else check_stack(stack, "TieredCache(stack=...)")
         self._offload = Offload(check_offload(offload), self.stack.relieve)
-        self.usage = Usage()
+        self._usage = Usage()
         self.split_points: list[int] = []  # columns after which a snapshot is to be taken in this call's prefill
         self.session: Any = None  # the generate() call that is using this cache
         self.columns: Columns | None = None  # the tokens of the layers' columns, as far as they are known
@@ -98,6 +95,12 @@ class TieredCache(DynamicCache):
         self._by_hand = False  # filled through restore(), which needs no hooks
         self._fed: Columns | None = None  # ... for this prompt
         self._refusal: Refusal | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts of the last generate() or restore(), once what it stored is stored."""
+        self.stack.settle()
+        return self._usage
 
     # --- for loops written by hand ----------------------------------------------------------------------------------
 
@@ -126,7 +129,7 @@ class TieredCache(DynamicCache):
         refusal = self.bind(model, by_hand=True) or refuse_by_hand(model, input_ids)
         self._fed = prompt
         columns = self.reuse(prompt, count_tokens(input_ids, attention_mask), 1, resident, refusal, at_once=False)
-        self.stack.record(self.usage)
+        self.stack.record(self._usage)
         return columns
 
     def commit(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> None:
@@ -145,16 +148,8 @@ class TieredCache(DynamicCache):
         self._check_free()
         if not self._by_hand:
             raise ConfigError("commit() needs restore(model, input_ids) before it: that says which model fed this cache.")
-        columns, length = Columns.of(input_ids, attention_mask), max(lengths(self.layers), default=0)
-        if columns is None:
-            raise ConfigError("attention_mask must be left pads (0) followed by tokens (1) in every row to commit.")
-        if columns.length < length:
-            raise ConfigError(
-                f"input_ids has {columns.length} columns, but this cache holds {length}. Pass all tokens that were fed, "
-                "restored ones included."
-            )
-        if self._fed is not None and self._fed.shared(columns) < min(self._fed.length, length):
-            raise ConfigError("input_ids differ from the tokens this cache was restored for. Call restore() for a new prompt.")
+        length = max(lengths(self.layers), default=0)
+        columns = check_commit(input_ids, attention_mask, length, self._fed)
         self.columns = columns.cut(length)
         self.store(range(columns.rows), [length] * columns.rows)
 
@@ -192,7 +187,7 @@ class TieredCache(DynamicCache):
         self.take_out()
         why = Refusal(MissReason.UNSUPPORTED_LAYERS, "an encoder-decoder model: nothing is kept from one call to the next")
         self.note(Usage(prompt_tokens, miss_reason=why.reason), why)
-        self.stack.record(self.usage)
+        self.stack.record(self._usage)
 
     def fresh_layers(self) -> list[Any]:
         """Return empty layers for the model this cache is bound to."""
@@ -270,14 +265,16 @@ class TieredCache(DynamicCache):
         if self._binding is not None:
             self._binding.settle()
 
-    def drop_snapshots(self) -> None:
-        """Free what was kept to be stored."""
+    def end_call(self) -> None:
+        """Free what was kept for this call only, and count it."""
+        self.settle()
         if self._binding is not None:
             self._binding.snapshots.clear()
+        self.stack.record(self._usage)
 
     def note(self, usage: Usage, refusal: Refusal | None) -> None:
         """Keep what the present call did, for `usage` and `explain()`."""
-        self.usage, self._refusal = usage, refusal
+        self._usage, self._refusal = usage, refusal
 
     def store(self, rows: Sequence[int], stops: Sequence[int], *, is_complete: bool = True) -> None:
         """Store `rows` of the known columns, each up to its column `stop`, as far as they are not stored yet.
@@ -290,7 +287,7 @@ class TieredCache(DynamicCache):
             return
         try:
             is_complete = is_complete and is_whole(self._forwards)
-            self.usage.created_tokens += self._bound.store(self.columns, rows, stops, is_complete=is_complete)
+            self._bound.store(self.columns, rows, stops, self._usage, is_complete=is_complete)
         except Exception as error:  # noqa: BLE001
             _warn("Storing failed, this call's K/V are not kept", error)
 
@@ -353,6 +350,7 @@ class TieredCache(DynamicCache):
         return False
 
     def crop(self, tokens_to_remove: int) -> None:
+        self.stack.settle()  # what is being stored must not be written
         known, self.columns = self.columns, None  # should it raise, who knows which layers were cut
         self._forwards["cut", 0] = -1
         super().crop(tokens_to_remove)
@@ -387,8 +385,8 @@ class TieredCache(DynamicCache):
     def __repr__(self) -> str:
         length = max(lengths(self.layers), default=0)
         held = f"{length:,} tokens in {len(self.layers)} layers" if length else "empty"
-        last = f"; last call reused {self.usage.cached_tokens:,} of {self.usage.prompt_tokens:,} prompt tokens"
-        return f"{type(self).__name__}({held}{last if self.usage.prompt_tokens else ''})"
+        last = f"; last call reused {self._usage.cached_tokens:,} of {self._usage.prompt_tokens:,} prompt tokens"
+        return f"{type(self).__name__}({held}{last if self._usage.prompt_tokens else ''})"
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ what is done about a refusal (session).
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,12 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from tiered_cache.errors import ConfigError
-from tiered_cache.hf import compat
+from tiered_cache.hf import compat, identity
 from tiered_cache.hf.columns import Columns
 from tiered_cache.hf.explain import Refusal
+from tiered_cache.hf.layers import GrowableLayer, StatefulLayer
+from tiered_cache.hf.offloaded import layer_devices
+from tiered_cache.hf.windows import CapturingSlidingLayer
 from tiered_cache.tiers.disk import Stay
 from tiered_cache.usage import MissReason
 
@@ -100,3 +104,44 @@ def check_stay(ttl: float | None, pin: bool, caller: str) -> Stay:
     if not isinstance(pin, bool):
         raise ConfigError(f"{caller}(pin={pin!r}) must be True or False.")
     return Stay(ttl, pin)
+
+
+def refuse_model(model: PreTrainedModel, layers: Sequence[Any]) -> Refusal | None:
+    """Say why nothing is reused of a model, whose cache has `layers`, or None."""
+    known = (GrowableLayer, CapturingSlidingLayer, StatefulLayer, *compat.EMPTY_LAYERS)
+    kinds = sorted({type(layer).__name__ for layer in layers if not isinstance(layer, known)})
+    if identity.is_training(model):
+        return Refusal(MissReason.DISABLED_CALL, "the model is in training mode (call model.eval())")
+    if kinds or not layers:
+        why = f"the model has layers without prefix reuse so far ({', '.join(kinds)})"
+        return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
+    if model.config.model_type in compat.NOT_CONTINUING:
+        why = f"{model.config.model_type} in transformers cannot continue from a prefix"
+        return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
+    if compat.has_virtual_tokens(model):
+        return Refusal(MissReason.UNKNOWN_CONTENT, "PEFT puts learned virtual tokens in front of the prompt")
+    if layer_devices(model, len(layers)) is None:
+        return Refusal(MissReason.UNSUPPORTED_LAYERS, "it is not clear on which device each of its layers computes")
+    if compat.is_bidirectional(model.config):
+        why = "the model's attention looks at later tokens, so a prefix has no K/V of its own"
+        return Refusal(MissReason.UNSUPPORTED_LAYERS, why)
+    return None
+
+
+def check_commit(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, length: int, fed: Columns | None) -> Columns:
+    """Return the columns that a loop written by hand commits: `length` are held, after a restore for `fed`.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    columns = Columns.of(input_ids, attention_mask)
+    if columns is None:
+        raise ConfigError("attention_mask must be left pads (0) followed by tokens (1) in every row to commit.")
+    if columns.length < length:
+        raise ConfigError(
+            f"input_ids has {columns.length} columns, but this cache holds {length}. Pass all tokens that were fed, "
+            "restored ones included."
+        )
+    if fed is not None and fed.shared(columns) < min(fed.length, length):
+        raise ConfigError("input_ids differ from the tokens this cache was restored for. Call restore() for a new prompt.")
+    return columns

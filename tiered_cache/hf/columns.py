@@ -90,6 +90,20 @@ class Columns:
                 length = start
         return length
 
+    def like(self, row: int, stop: int, *, same_pads: bool) -> tuple[int, int]:
+        """Return which row before `row` has most leading tokens in common with it, up to column `stop`, and how many.
+
+        `same_pads`: of those only that have as many pads.
+        """
+        tokens = self.row(row)
+        best, source = 0, 0
+        for earlier in range(row):
+            count = stop - max(self.pads[row], self.pads[earlier])
+            if count > best and (not same_pads or self.pads[row] == self.pads[earlier]):
+                differs = np.flatnonzero(self.row(earlier)[:count] != tokens[:count])
+                best, source = max((best, source), (int(differs[0]) if len(differs) else count, earlier))
+        return source, best
+
     def shared(self, other: "Columns") -> int:
         """Return how many leading columns are the same in both: same pads, same tokens, in every row."""
         if self.pads != other.pads:

@@ -122,9 +122,7 @@ class Session:
     def close(self) -> None:
         """Give the cache back to its user."""
         self._cache.session = self._frame = None
-        self._cache.settle()
-        self._cache.drop_snapshots()
-        self._cache.stack.record(self._cache.usage)
+        self._cache.end_call()
 
     def encloses_this(self) -> bool:
         """Say whether this code runs inside the call that opened this session."""
