@@ -145,8 +145,12 @@ def test_generate_through_a_device_with_copies_of_its_own(manual: ManualDevice) 
 
 def test_rows_that_share_a_prefix_read_it_once(manual: ManualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     stack, reads = new_stack(), []
-    copy = ManualDevice.copy
-    monkeypatch.setattr(ManualDevice, "copy", lambda self, lane, *args: reads.append(lane) or copy(self, lane, *args))
+    copy = ManualDevice.copy_all
+    monkeypatch.setattr(
+        ManualDevice,
+        "copy_all",
+        lambda self, lane, pairs, *args: reads.extend([lane] * len(pairs)) or copy(self, lane, pairs, *args),
+    )
     check(tiny(), prompt(40), stack, cached=0)
     stack.stats()
     reads.clear()

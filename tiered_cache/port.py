@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from tiered_cache.arrival import Arrival, put
 from tiered_cache.blocks import FlatLayout, SequenceLayout, Strip
 from tiered_cache.devices.base import Device, Lane
 from tiered_cache.devices.ring import Ring, Slot
@@ -32,6 +33,7 @@ class SequencePort:
         side_from: the first column whose "side" K/V are there.
         snapshots: tensors `[B, ...]` of each snapshot, by the tokens it stands for: read by `save`, written by `load`.
         restored_end: the tokens of the snapshot that the sequence went on from; 0 if none.
+        late: takes over the "main" pieces that come from the host, to bring them when a layer needs them.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class SequencePort:
         side_from: int = 0,
         snapshots: Mapping[int, Sequence[torch.Tensor]] = {},
         restored_end: int = 0,
+        late: Arrival | None = None,
     ) -> None:
         self.layout = layout
         # The one that was restored is there already; it stays as long as what is stored behind it.
@@ -57,6 +60,7 @@ class SequencePort:
         self._side_from = side_from
         self._made = device.mark()
         self._ring = Ring(device)
+        self._late = late
 
     @property
     def window(self) -> int:
@@ -106,11 +110,14 @@ class SequencePort:
         if hosted and not on_host:  # the host tier has no room for it
             on_host = [device.allocate("host", layout.nbytes(num_tokens))]
         for buffer in on_host:
-            for first, last in layout.ranges(num_tokens, resident):
-                done = device.copy(Lane.DOWN, slot.buffer[first:last], buffer[first:last], [done])
+            ranges = layout.ranges(num_tokens, resident)
+            done = device.copy_all(Lane.DOWN, [(slot.buffer[first:last], buffer[first:last]) for first, last in ranges], [done])
             self._gather_hosted(layout, num_tokens, buffer, rows, hosted)
-        for first, last in layout.ranges(num_tokens, hosted) if local else ():
-            done = device.copy(Lane.UP, on_host[0][first:last], slot.buffer[first:last], [done])
+        if hosted and local:
+            ranges = layout.ranges(num_tokens, hosted)
+            done = device.copy_all(
+                Lane.UP, [(on_host[0][first:last], slot.buffer[first:last]) for first, last in ranges], [done]
+            )
         slot.busy = [done]
         return done
 
@@ -135,15 +142,20 @@ class SequencePort:
                 self._scatter(kind, start + place * size, part.take, layout.views(part.buffer, size), resident)
             self._scatter_hosted(kind, start, [self._brought_down(part) for part in parts] if hosted else [], hosted)
             return device.mark()
+        if self._late is not None and kind == MAIN:
+            self._scatter_hosted(kind, start, parts, hosted)
+            return self._late.add(start, parts, self.layout.main, resident)
         nbytes = layout.nbytes(size)
         slot = self._ring.take(len(parts) * nbytes)
         staged = slot.buffer[: len(parts) * nbytes].view(len(parts), nbytes)
-        came = device.mark()
-        for row, part in zip(staged, parts, strict=True):
-            for first, last in layout.ranges(size, resident):
-                came = device.copy(Lane.UP, part.buffer[first:last], row[first:last], slot.busy)
+        pairs = [
+            (part.buffer[first:last], row[first:last])
+            for row, part in zip(staged, parts, strict=True)
+            for first, last in layout.ranges(size, resident)
+        ]
+        came = device.copy_all(Lane.UP, pairs, slot.busy)
         self._scatter_hosted(kind, start, parts, hosted)
-        came.order()  # the last one: a lane keeps its order
+        came.order()
         device.claim(reads=[staged])
         if len(parts) > 1:
             self._scatter(kind, start, len(parts) * size, layout.views(staged, size), resident)
@@ -156,14 +168,10 @@ class SequencePort:
         """Put a piece's tensors, or those of a run of whole ones (`[N, H, T, D]` each), into the layers."""
         targets = list(self._targets(kind, start, take))
         for place in places:
-            view, rows = views[place], targets[place]
             if kind == SIDE and self.window == SNAPSHOT:
-                rows[:] = view
-            elif view.ndim == 3:
-                rows[:] = view[:, :take]
+                targets[place][:] = views[place]
             else:
-                runs = rows.view(*rows.shape[:2], len(view), view.shape[2], rows.shape[3])
-                runs[:] = view.movedim(0, 1)
+                put(views[place], targets[place])
 
     def _scatter_hosted(self, kind: str, start: int, parts: Sequence[Part], places: Sequence[int]) -> None:
         for part in parts if places else ():

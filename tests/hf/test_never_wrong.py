@@ -599,7 +599,7 @@ def test_an_exception_while_storing_costs_only_the_storing(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_interruption_while_storing_publishes_nothing_half_written(stack: TierStack, error: type[BaseException]) -> None:
-    from tiered_cache.blocks import SequencePort
+    from tiered_cache.port import SequencePort
 
     save, calls = SequencePort.save, [0]
 

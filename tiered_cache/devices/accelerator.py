@@ -38,8 +38,9 @@ class AcceleratorDevice(Device):
         self.device = device
         self._streams = {lane: torch.Stream(device, priority=0) for lane in Lane}
         self._lock = threading.RLock()  # entering a stream is not for two threads at once
-        self._under_way: deque[tuple[torch.Event, object]] = deque()  # what lanes touch stays alive until they are done
-        self._arena = Arena(_pinned)
+        # What a lane touches stays alive until it is done.
+        self._under_way: dict[Lane, deque[tuple[torch.Event, object]]] = {lane: deque() for lane in Lane}
+        self._arena = Arena(_pinned, let_go=_unpin_unused)
         self._pins = True
 
     def footprint(self, nbytes: int) -> int:
@@ -67,7 +68,10 @@ class AcceleratorDevice(Device):
         return buffer.device == self.device
 
     def free_bytes(self) -> int:
-        free, _ = torch.accelerator.get_memory_info(self.device)
+        if hasattr(torch.accelerator, "get_memory_info"):
+            free, _ = torch.accelerator.get_memory_info(self.device)
+        else:  # before torch 2.10
+            free, _ = torch.cuda.mem_get_info(self.device)
         cached = torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
         return int(free + cached)
 
@@ -93,14 +97,20 @@ class AcceleratorDevice(Device):
                     work()
             finally:  # part of it may be under way
                 done = stream.record_event()
-                self._under_way.append((done, (*reads, *writes)))
+                self._under_way[lane].append((done, (*reads, *writes)))
         self._forget_done()
         return StreamEvent(self.device, done)
 
     def _forget_done(self) -> None:
         with self._lock:
-            still = [each for each in self._under_way if not each[0].query()]
-            self._under_way = deque(still)
+            for under_way in self._under_way.values():
+                while under_way and under_way[0][0].query():
+                    under_way.popleft()
+
+
+def _unpin_unused() -> None:
+    if hasattr(torch.accelerator, "empty_host_cache"):  # else torch keeps what it pinned, for whoever asks for as much
+        torch.accelerator.empty_host_cache()
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

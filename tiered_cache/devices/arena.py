@@ -14,25 +14,32 @@ import torch
 
 ALIGNMENT = 4096  # of spans: a page
 STEP = 128 << 20  # by which the arena grows; a power of two, as torch rounds pinned memory up to one
+SPANS = 4  # that a slab has room for, at least: few large ones would leave much of a power of two unused
 LOOSE = 3 / 4  # of the arena must be in use for it to grow: what does not fit into what is free is not worth more pinned memory
 
 
 class Arena:
     """Slabs of host memory, growing in steps, that give out aligned spans and take them back when nobody sees them any more.
 
-    Never larger than its largest use / LOOSE, and a step: where free spans are too short for what is asked, it does not grow.
+    Where free spans are too short for what is asked, slabs that are free as a whole are let go; then it grows if `LOOSE` of it
+    is in use. So it is never larger than its largest use / LOOSE, and one slab.
 
     Args:
         allocate: returns a slab, a flat uint8 tensor `[nbytes]`. May raise RuntimeError or MemoryError.
         step: smallest slab, bytes.
+        let_go: called after slabs were.
     """
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor], step: int = STEP) -> None:
+    def __init__(
+        self, allocate: Callable[[int], torch.Tensor], step: int = STEP, let_go: Callable[[], None] = lambda: None
+    ) -> None:
         self.reserved_bytes = 0
         self.used_bytes = 0
         self._allocate = allocate
         self._step = step
-        self._slabs: list[np.ndarray] = []
+        self._let_go = let_go
+        self._slabs: dict[int, np.ndarray] = {}
+        self._next = 0
         self._free: list[tuple[int, int, int]] = []  # (slab, start, stop), sorted
         self._lock = threading.RLock()  # the garbage collector may give a span back anywhere
 
@@ -44,13 +51,12 @@ class Arena:
         """
         size = aligned(nbytes)
         with self._lock:
-            place = self._find(size)
-            if place is None:
+            if not self._fits(size):
+                self._trim()
                 if self.used_bytes < LOOSE * self.reserved_bytes:
                     return None
                 self._grow(size)
-                place = self._find(size)
-                assert place is not None
+            _, place = min((stop - start, place) for place, (_, start, stop) in enumerate(self._free) if stop - start >= size)
             slab, start, stop = self._free.pop(place)
             if start + size < stop:
                 bisect.insort(self._free, (slab, start + size, stop))
@@ -61,17 +67,22 @@ class Arena:
         with torch.inference_mode(False):
             return torch.frombuffer(span, dtype=torch.uint8)
 
-    def _find(self, size: int) -> int | None:
-        """Return the place of the shortest free span that is long enough."""
-        fitting = ((stop - start, place) for place, (_, start, stop) in enumerate(self._free) if stop - start >= size)
-        return min(fitting, default=(0, None))[1]
+    def _fits(self, size: int) -> bool:
+        return any(stop - start >= size for _, start, stop in self._free)
 
     def _grow(self, size: int) -> None:
-        nbytes = max(self._step, 1 << (size - 1).bit_length())
-        slab = self._allocate(nbytes)
-        self._slabs.append(slab.numpy())  # keeps the tensor
+        nbytes = max(self._step, SPANS * (1 << (size - 1).bit_length()))
+        self._slabs[self._next] = self._allocate(nbytes).numpy()  # keeps the tensor
+        bisect.insort(self._free, (self._next, 0, nbytes))
         self.reserved_bytes += nbytes
-        bisect.insort(self._free, (len(self._slabs) - 1, 0, nbytes))
+        self._next += 1
+
+    def _trim(self) -> None:
+        """Let slabs go that are free as a whole."""
+        for span in [span for span in self._free if span[2] - span[1] == self._slabs[span[0]].nbytes]:
+            self._free.remove(span)
+            self.reserved_bytes -= self._slabs.pop(span[0]).nbytes
+            self._let_go()
 
     def _give_back(self, slab: int, start: int, stop: int) -> None:
         with self._lock:

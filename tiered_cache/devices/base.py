@@ -90,17 +90,21 @@ class Device(ABC):
 
     def copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()) -> Event:
         """Let a lane copy `source` to `target`, of the same shape and dtype. See `run`."""
-        self.moved[lane] += source.numel() * source.itemsize
-        return self.run(
-            lane, lambda: _ignore(target.copy_(source, non_blocking=True)), reads=(source,), writes=(target,), after=after
-        )
+        return self.copy_all(lane, [(source, target)], after)
+
+    def copy_all(self, lane: Lane, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event] = ()) -> Event:
+        """Let a lane copy the first of each pair to the second. See `run`."""
+
+        def work() -> None:
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+
+        self.moved[lane] += sum(source.numel() * source.itemsize for source, _ in pairs)
+        reads, writes = [source for source, _ in pairs], [target for _, target in pairs]
+        return self.run(lane, work, reads=reads, writes=writes, after=after)
 
     def claim(self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> None:  # noqa: B027
         """Say that the current stream, or this thread, is about to touch these. Only a device for tests listens."""
-
-
-def _ignore(result: object) -> None:
-    return
 
 
 def allocate_pageable(nbytes: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from tiered_cache.arrival import Arrival
 from tiered_cache.blocks import SequenceLayout, SnapshotLayout
 from tiered_cache.devices import device_for
 from tiered_cache.hf import compat, identity, selfcheck
@@ -26,6 +27,7 @@ from tiered_cache.hf.offloaded import device_of, layer_devices
 from tiered_cache.hf.shapes import (
     allocate,
     expected_layouts,
+    full_layers,
     is_stateful,
     layout_of,
     lengths,
@@ -45,6 +47,11 @@ from tiered_cache.tiers.disk import Stay
 from tiered_cache.usage import MissReason, Usage
 
 logger = logging.getLogger(__name__)
+
+# Layer by layer, a restore brings smaller pieces; so only where these are large, and enough of it hides behind a forward.
+LAYER_PIECE_NBYTES = 1 << 20
+HIDDEN_SHARE = 0.1
+FLOPS, LINK_BYTES_PER_S = 400e12, 50e9  # of an accelerator of 2024, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +252,17 @@ class Binding:
                 for tensor in strips[MAIN].tensors if have else ():
                     tensor[rows, :, pad : pad + have] = tensor[like, :, prompt.pads[source] : prompt.pads[source] + have]
                 snapshots = {columns - pad: kept} if kept else {}
-                port = SequencePort(layout, strips, rows, pad, device_for(device), snapshots=snapshots)
+                late = None
+                if prompt.rows == 1 and not match.on_disk and self._hides(layout, columns, prompt.length - columns):
+                    late = Arrival(device_for(device), rows, pad, strips[MAIN].tensors)
+                port = SequencePort(layout, strips, rows, pad, device_for(device), snapshots=snapshots, late=late)
                 fetched = self._stack.fetch(match, reached - pad, port, have)
                 left[row], served_by_row[row] = fetched.match, fetched.served
                 self._arriving += fetched.arriving
+                if late is not None:
+                    late.begin()
+                    for place, layer in enumerate(full_layers(layers)):
+                        layer.arriving = functools.partial(late.bring, place)
                 is_complete &= fetched.is_complete
                 reached = min(reached, pad + fetched.num_tokens)
                 if window and not is_complete:  # what other rows take before a shorter end is not what was made room for
@@ -270,6 +284,16 @@ class Binding:
             for tier, tokens in _first(by_tier, reached - pad).items():
                 served[tier] = served.get(tier, 0) + tokens
         return Loaded(reached, served, left)
+
+    def _hides(self, layout: SequenceLayout, columns: int, left: int) -> bool:
+        """Say whether it pays to let `columns` come layer by layer, while a forward computes `left` columns behind them."""
+        pieces = layout.main.pieces
+        if self._by_hand or not device_for(layout.main.device).is_apart or not pieces:
+            return False
+        token_nbytes = sum(heads * width * dtype.itemsize for heads, width, dtype in pieces)
+        is_large = 2 * token_nbytes * self._stack.block_tokens // len(pieces) >= LAYER_PIECE_NBYTES
+        computing_s = compat.token_flops(self.model.config) * left / FLOPS
+        return is_large and computing_s >= HIDDEN_SHARE * token_nbytes * columns / LINK_BYTES_PER_S
 
     def store(self, columns: Columns, rows: Sequence[int], stops: Sequence[int], usage: Usage, *, is_complete: bool) -> None:
         """Store `rows` of the layers' K/V, each up to its column `stop`; `usage` is told how many tokens are new.

@@ -27,7 +27,7 @@ from tiered_cache.hf.layers import GrowableLayer, begin_forward, capacity_for
 from tiered_cache.hf.offload import Offload, check_offload
 from tiered_cache.hf.prefill import split_points
 from tiered_cache.hf.resident import Resident, fill, is_whole
-from tiered_cache.hf.shapes import is_stateful, lengths
+from tiered_cache.hf.shapes import is_hosted, is_stateful, lengths
 from tiered_cache.hf.windows import CapturingSlidingLayer
 from tiered_cache.interrupts import uninterrupted
 from tiered_cache.stack import TierStack, check_stack
@@ -155,7 +155,7 @@ class TieredCache(DynamicCache):
 
     def explain(self) -> str:
         """Say in one paragraph what the last call reused from where, what it did not, and why."""
-        return describe(self.usage, self._refusal)
+        return describe(self.usage, self._refusal, sum(map(is_hosted, self.layers)), len(self.layers))
 
     # --- what a session does with it --------------------------------------------------------------------------------
 

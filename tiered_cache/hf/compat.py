@@ -167,6 +167,14 @@ def activation_nbytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     return int(6 * hidden + 3 * (inner if isinstance(inner, int) else 4 * hidden)) * dtype.itemsize
 
 
+def token_flops(config: PreTrainedConfig) -> float:
+    """Estimate the floating-point operations of one token's forward, attention itself left out."""
+    config = text_config(config)
+    hidden, layers = getattr(config, "hidden_size", None) or 0, getattr(config, "num_hidden_layers", None) or 0
+    inner = getattr(config, "intermediate_size", None)
+    return float(2 * layers * (4 * hidden**2 + 3 * hidden * (inner if isinstance(inner, int) else 4 * hidden)))
+
+
 def rope_switch(config: PreTrainedConfig) -> tuple[int | None, bool]:
     """Say where rotary frequencies depend on the request's length.
 

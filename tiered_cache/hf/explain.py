@@ -51,8 +51,11 @@ _TROUBLES = {
 }
 
 
-def describe(usage: Usage, refusal: Refusal | None) -> str:
-    """Return one paragraph on a call: what was reused from where, what was not and why, what was stored."""
+def describe(usage: Usage, refusal: Refusal | None, hosted: int, layers: int) -> str:
+    """Return one paragraph on a call: what was reused from where, what was not and why, what was stored.
+
+    `hosted`: how many of the `layers` have their K/V in host memory.
+    """
     if not usage.prompt_tokens and refusal is None:
         return "This cache has not served a prompt yet."
     if usage.cached_tokens:
@@ -69,6 +72,8 @@ def describe(usage: Usage, refusal: Refusal | None) -> str:
         text += f" {refusal.reason.name}: {refusal.why}."
     if usage.created_tokens:
         text += f" Stored {usage.created_tokens:,} new tokens for later calls."
+    if hosted:
+        text += f" K/V of {hosted} of {layers} layers are in host memory and fetched at each step."
     return text
 
 

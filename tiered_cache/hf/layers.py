@@ -4,7 +4,7 @@ Owns the memory of one layer of a running sequence. Refuses to own which tokens 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -112,9 +112,11 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     Attributes:
         home: where its K/V live, if not on its device; then `keys` and `values` are views of host memory.
+        arriving: brings what a restore did not bring yet; until then `keys` and `values` are not to be read.
     """
 
     home: Home | None = None
+    arriving: Callable[[], None] | None = None
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,6 +128,7 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K `[B, H_k, t, D_k]` and V `[B, H_v, t, D_v]`; return all of both. Mirrors DynamicLayer.update."""
+        self.receive()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.home is not None and (torch.is_grad_enabled() or key_states.dtype != value_states.dtype):
@@ -224,6 +227,12 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             home.append(*self._both)
             self._show_home(home, self.get_seq_length())
         self._growing_keys, self._growing_values = GrowingTensor(), GrowingTensor()
+
+    def receive(self) -> None:
+        """Let what a restore brings be there, for whatever the current stream does next."""
+        bring, self.arriving = self.arriving, None
+        if bring is not None:
+            bring()
 
     def settle(self) -> None:
         """Let `keys` and `values` be what they show, where they are in host memory."""
