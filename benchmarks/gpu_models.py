@@ -53,7 +53,7 @@ def _first_tokens(
     model = machine.model(shape)
     before, took = 0, 0.0
     for shared, rounds in sizes.items():
-        expected = took * (shared / before) ** 1.5 if before else 0.0
+        expected = took * shared / before if before else 0.0  # longer ones make fewer rounds
         if machine.left() < max(expected, 1):
             report.note(f"first token, {shared:,} tokens", f"left out: {expected:.0f} s, and {machine.left():.0f} s left")
             continue
