@@ -41,10 +41,10 @@ class Inventory:
                 reserved.append(tier)
 
     def shrink(self, nbytes: int) -> None:
-        """Evict `nbytes` from the tier above the slowest one, or all that may go."""
+        """Evict `nbytes` from the tiers above the slowest one, or nearly all that may go."""
         for tier in self.tiers[:-1]:
-            wanted = tier.capacity_bytes - tier.used_bytes + nbytes
-            while not self._make_room(tier, wanted) and wanted > 1:
+            wanted = min(nbytes, tier.used_bytes)
+            while wanted and not self._make_room(tier, tier.capacity_bytes - tier.used_bytes + wanted):
                 wanted //= 2
 
     def _make_room(self, tier: MemoryTier, nbytes: int) -> bool:

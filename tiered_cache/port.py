@@ -58,6 +58,7 @@ class SequencePort:
         self._first_column = first_column
         self._device = device
         self._side_from = side_from
+        device.claim(writes=[tensor for strip in strips.values() for tensor in _resident(strip)])
         self._made = device.mark()
         self._ring = Ring(device)
         self._late = late
@@ -124,7 +125,7 @@ class SequencePort:
     def _gather_hosted(
         self, layout: FlatLayout, num_tokens: int, buffer: torch.Tensor, rows: Sequence[torch.Tensor], hosted: Sequence[int]
     ) -> None:
-        self._device.claim(reads=[rows[place] for place in hosted])
+        self._device.claim(reads=[rows[place] for place in hosted], by_thread=True)
         for first, last in layout.ranges(num_tokens, hosted):
             buffer[first:last].zero_()
         views = layout.views(buffer, num_tokens)
@@ -174,6 +175,8 @@ class SequencePort:
                 put(views[place], targets[place])
 
     def _scatter_hosted(self, kind: str, start: int, parts: Sequence[Part], places: Sequence[int]) -> None:
+        targets = list(self._targets(kind, start, sum(part.take for part in parts))) if places else []
+        self._device.claim(writes=[targets[place] for place in places], by_thread=True)
         for part in parts if places else ():
             self._scatter(kind, start, part.take, self._layouts[kind].views(part.buffer, part.num_tokens), places)
             start += part.take
@@ -198,3 +201,7 @@ class SequencePort:
         assert first >= 0
         for tensor in self._strips[kind].tensors:
             yield tensor[self._rows, :, first : first + num_tokens]
+
+
+def _resident(strip: Strip) -> list[torch.Tensor]:
+    return [tensor for place, tensor in enumerate(strip.tensors) if place not in strip.hosted]

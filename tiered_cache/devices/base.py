@@ -103,8 +103,10 @@ class Device(ABC):
         reads, writes = [source for source, _ in pairs], [target for _, target in pairs]
         return self.run(lane, work, reads=reads, writes=writes, after=after)
 
-    def claim(self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> None:  # noqa: B027
-        """Say that the current stream, or this thread, is about to touch these. Only a device for tests listens."""
+    def claim(  # noqa: B027
+        self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = (), by_thread: bool = False
+    ) -> None:
+        """Say that the current stream, or this thread itself, is about to touch these. Only a device for tests listens."""
 
 
 def allocate_pageable(nbytes: int) -> torch.Tensor:

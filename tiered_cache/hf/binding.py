@@ -295,6 +295,11 @@ class Binding:
         computing_s = compat.token_flops(self.model.config) * left / FLOPS
         return is_large and computing_s >= HIDDEN_SHARE * token_nbytes * columns / LINK_BYTES_PER_S
 
+    def relieve(self) -> None:
+        """Make room on the device for a load that found none."""
+        self.settle()
+        self._stack.relieve(sys.maxsize)
+
     def store(self, columns: Columns, rows: Sequence[int], stops: Sequence[int], usage: Usage, *, is_complete: bool) -> None:
         """Store `rows` of the layers' K/V, each up to its column `stop`; `usage` is told how many tokens are new.
 
@@ -369,9 +374,9 @@ class Binding:
         self.place(layers)
         return layers
 
-    def plan(self, rows: int, columns: int, computed: int) -> None:
+    def plan(self, rows: int, columns: int, computed: int, held: int) -> None:
         """Decide which layers are to live in host memory. See `Offload.plan`."""
-        self._offload.plan(self.model, rows, columns, computed)
+        self._offload.plan(self.model, rows, columns, computed, held)
 
     def place(self, layers: Sequence[Any]) -> None:
         """Let layers live where the last plan says."""

@@ -225,7 +225,7 @@ class TieredCache(DynamicCache):
         self._may_store = refusal is None or refusal.stores
         if prompt is not None:
             total = capacity_for(prompt.length) if total is None else total
-            self._bound.plan(prompt.rows * expand, total, prompt.length)
+            self._bound.plan(prompt.rows * expand, total, prompt.length, resident.device_nbytes)
             self._bound.place(self.layers)
         may_split = refusal is None  # else somebody wants what one forward of the whole prompt gives
         known = [0] * prompt.rows if prompt is not None else []

@@ -166,8 +166,10 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, args: tuple[
     try:
         try:
             result = original(model, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             session.fail()
+            if isinstance(error, torch.OutOfMemoryError):  # so that the next try may succeed
+                cache.stack.relieve(sys.maxsize)
             raise
         session.finish(result)
         return result

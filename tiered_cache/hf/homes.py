@@ -44,14 +44,13 @@ class LayerRing:
 
     Args:
         device: whose memory and lanes.
-        num_tokens: how long the sequence is expected to be.
         relieve: asked to free that many bytes of the device's memory, before giving up.
     """
 
-    def __init__(self, device: Device, num_tokens: int, relieve: Callable[[int], None]) -> None:
+    def __init__(self, device: Device, relieve: Callable[[int], None]) -> None:
         self.device = device
-        self.num_tokens = num_tokens
-        self.homes: list[HostHome] = []  # in the order of their layers
+        self.num_tokens = 0
+        self.homes: list[HostHome] = []
         self._relieve = relieve
         self._slots: list[_Slot] = []
 
@@ -75,11 +74,20 @@ class LayerRing:
 
     def fetch_ahead(self, home: "HostHome", slot: _Slot) -> None:
         """Start to fetch what is needed next; `slot` is in use by `home` until the next layer's turn."""
+        if home not in self.homes:  # it moves out
+            return
         place = self.homes.index(home)
         following = [*self.homes[place + 1 :], *self.homes[:place]][: SLOTS - 1]
         for wanted in following:
             if wanted.length and not any(each.home is wanted and each.filled == wanted.length for each in self._slots):
                 self._fetch(wanted, self._free_slot([home, *following]), wanted.row_nbytes * (wanted.length + 1))
+
+    def take_turns(self, homes: "list[HostHome]", num_tokens: int) -> None:
+        """Let `homes` be those that take turns from now on, in their order, up to `num_tokens` tokens."""
+        self.homes, self.num_tokens = homes, num_tokens
+        for slot in self._slots:
+            if slot.home not in homes:
+                slot.home = None
 
     def forget(self, home: "HostHome") -> None:
         """Note that what slots hold of `home` is not what it holds any more."""
@@ -126,9 +134,9 @@ class LayerRing:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerRing":
-        twin = LayerRing(self.device, self.num_tokens, self._relieve)
+        twin = LayerRing(self.device, self._relieve)
         memo[id(self)] = twin
-        twin.homes = [copy.deepcopy(home, memo) for home in self.homes]
+        twin.take_turns([copy.deepcopy(home, memo) for home in self.homes], self.num_tokens)
         return twin
 
 
@@ -188,6 +196,7 @@ class HostHome(Home):
             slot.busy = device.copy(Lane.DOWN, new, target, [device.mark(), *self.coming_down, *self.going_up])
             self.coming_down = [slot.busy]
         self.length = slot.filled = stop
+        device.claim(reads=[slot.buffer[: stop * self.row_nbytes]])
         whole = self._views(slot.buffer[: stop * self.row_nbytes])
         if self._rows is not None:
             own = torch.arange(self._batch, device=keys.device).expand(stop - start, -1)
@@ -213,6 +222,7 @@ class HostHome(Home):
     def settle(self) -> None:
         self._wait()
         if self._rows is not None:
+            self.ring.device.claim(writes=[self.flat], by_thread=True)
             rows, self._rows = self._rows.cpu(), None
             tokens = torch.arange(self.length)[:, None]
             for view in self._views(self.flat[: self.length * self.row_nbytes]):
@@ -247,6 +257,7 @@ class HostHome(Home):
         before = self.flat
         self.flat = self.ring.device.allocate("host", self._room(length) * self.row_nbytes)
         used = self.length * self.row_nbytes
+        self.ring.device.claim(reads=[before], writes=[self.flat], by_thread=True)
         self.flat[:used] = before[:used]
 
     def _room(self, length: int) -> int:

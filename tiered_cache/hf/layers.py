@@ -206,6 +206,14 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         else:
             super().reorder_cache(beam_idx)
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.settle()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.settle()
+        super().batch_select_indices(indices)
+
     def reset(self) -> None:
         """Drop all tokens."""
         self.keys = self.values = None

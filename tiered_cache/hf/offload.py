@@ -90,12 +90,13 @@ class Offload:
         self._rings: dict[torch.device, LayerRing] = {}
         self._num_tokens = 0
 
-    def plan(self, model: PreTrainedModel, rows: int, columns: int, computed: int) -> None:
+    def plan(self, model: PreTrainedModel, rows: int, columns: int, computed: int, held: int) -> None:
         """Decide which layers live in host memory: as few as needed.
 
         Args:
             rows, columns: of the batch, when the call is over.
             computed: columns that one forward may have to compute.
+            held: bytes of the device that are this sequence's already, or will be freed for it.
         """
         self.hosted, self._num_tokens = frozenset(), columns
         if not any(device_for(device).is_apart for device in layer_devices(model, 1) or execution_devices(model)):
@@ -115,27 +116,29 @@ class Offload:
             elif isinstance(self._setting, int):
                 chosen = hosted_by_budget(sizes, self._setting * len(places) // len(devices))
             else:
-                chosen = hosted_by_budget(sizes, mover.free_bytes() - reserve)
+                chosen = hosted_by_budget(sizes, mover.free_bytes() + held - reserve)
             self.hosted |= {places[each] for each in chosen if mover.is_apart}
+        if any(isinstance(layer, compat.EMPTY_LAYERS) for layer in layers):
+            self.hosted -= {len(devices) - 1}  # layers that keep nothing use what the last one returned
 
     def place(self, model: PreTrainedModel, layers: Sequence[Any]) -> None:
         """Let layers live where the plan says, and be the ones whose turns count from now on."""
         if not self.hosted and not any(map(is_hosted, layers)):
             return
-        for ring in self._rings.values():
-            ring.homes.clear()
+        turns: dict[torch.device, list[HostHome]] = {device: [] for device in self._rings}
         for place, (layer, device) in enumerate(zip(full_layers(layers), _devices_of(model, layers), strict=True)):
             if place not in self.hosted:
                 if layer.home is not None:
                     layer.move(None)
                 continue
-            ring = self._rings.setdefault(device, LayerRing(device_for(device), 0, self._relieve))
-            ring.num_tokens = self._num_tokens
+            ring = self._rings.setdefault(device, LayerRing(device_for(device), self._relieve))
             home = layer.home if layer.home is not None else HostHome(ring)
             assert isinstance(home, HostHome)
-            ring.homes.append(home)
+            turns.setdefault(device, []).append(home)
             if layer.home is None:
                 layer.move(home)
+        for device, homes in turns.items():
+            self._rings[device].take_turns(homes, self._num_tokens)
 
 
 def _devices_of(model: PreTrainedModel, layers: Sequence[Any]) -> list[torch.device]:

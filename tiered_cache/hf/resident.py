@@ -7,10 +7,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tiered_cache.hf.binding import Binding
 from tiered_cache.hf.columns import Columns
 from tiered_cache.hf.explain import Refusal, why_not_more
-from tiered_cache.hf.shapes import is_stateful, lengths, truncate
+from tiered_cache.hf.shapes import full_layers, is_stateful, lengths, truncate
 
 
 def is_whole(forwards: Counter[tuple[str, int]]) -> bool:
@@ -31,6 +33,12 @@ class Resident:
     def length(self) -> int:
         """Columns in the layers, known or not."""
         return max(lengths(self.layers), default=0)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of K/V with full attention that are not in host memory already."""
+        layers = [layer for layer in full_layers(self.layers) if layer.home is None and layer.get_seq_length()]
+        return sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None)
 
     def serves(self, prompt: Columns, binding: Binding, limit: int) -> int:
         """Return how many leading columns of `prompt`, up to `limit`, these layers hold for the model that `binding` binds."""
@@ -60,16 +68,20 @@ def fill(
     try:
         columns, served = 0, dict[str, int]()
         while columns == 0 and (stored := binding.usable(prompt, matches, limit)) > kept:
-            binding.plan(prompt.rows * expand, total, prompt.length - stored)
             if not any(match.on_disk for match in matches):  # nothing can fail any more
                 resident.layers.clear()  # not needed any more: frees their memory before more is taken
-            loaded = binding.load(prompt, expand, matches, stored)
+            binding.plan(prompt.rows * expand, total, prompt.length - stored, resident.device_nbytes)
+            try:
+                loaded = binding.load(prompt, expand, matches, stored)
+            except (MemoryError, torch.OutOfMemoryError):
+                binding.relieve()
+                loaded = binding.load(prompt, expand, matches, stored)
             columns, served, matches = loaded.columns, loaded.served, loaded.matches
         if kept > columns:
             columns, served = kept, {"resident": sum(max(0, kept - pad) for pad in prompt.pads)}
             binding.layers = resident.layers
             truncate(resident.layers, kept)
-            binding.plan(prompt.rows * expand, total, prompt.length - kept)
+            binding.plan(prompt.rows * expand, total, prompt.length - kept, resident.device_nbytes)
             binding.place(resident.layers)
     finally:
         binding.release(matches)

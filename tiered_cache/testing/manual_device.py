@@ -1,12 +1,14 @@
 """A device on the CPU that does what its lanes are given as late, or in as odd an order, as streams and events allow.
 
 "Device" memory is apart from "host" memory by name only. It raises where a real accelerator would silently give wrong bytes:
-memory that is used before the work that fills it is done, or written while work still reads it. What it cannot see being
-touched (a model computes at once, and tells nobody) shows in the result: memory that nobody wrote is full of NaN.
+memory that is used before the work that fills it is done, or written while work still reads it, by a lane, by the caller's own
+stream as far as that says so (`claim`), or by a thread. What a stream does here is done at once; so lanes must have been told
+to come after it. What nobody says is touched (a model's own computation) shows in the result: memory that nobody wrote is NaN.
 """
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,6 +18,8 @@ from tiered_cache.devices import substitute
 from tiered_cache.devices.arena import Arena, aligned
 from tiered_cache.devices.base import Device, Event, Lane, allocate_pageable
 
+_Extent = tuple[int, int]
+
 POISON = 0xFF  # in every byte of memory that was allocated and not yet written: NaN in any floating-point dtype
 PATIENCE_S = 30.0
 
@@ -23,8 +27,9 @@ PATIENCE_S = 30.0
 class ManualEvent(Event):
     """A point on a lane; or one that was reached, as every point of the calling thread's own stream is."""
 
-    def __init__(self, device: "ManualDevice", job: "_Job | None" = None) -> None:
+    def __init__(self, device: "ManualDevice", clock: int, job: "_Job | None" = None) -> None:
         self._device = device
+        self.clock = clock  # how much of what the caller's stream claimed comes before it
         self.job = job
 
     def wait(self) -> None:
@@ -47,14 +52,17 @@ class _Job:
         self, lane: Lane, work: Callable[[], None], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor],
         after: Sequence[Event], before: "_Job | None",
     ) -> None:  # fmt: skip
+        self.clock: int
         self.done = threading.Event()
         self.lane = lane
         self.work = work
         self.reads = [_extent(tensor) for tensor in reads]
         self.writes = [_extent(tensor) for tensor in writes]
         self.keeps = (*reads, *writes)
-        jobs = [event.job for event in after if isinstance(event, ManualEvent)]
-        self.after = [job for job in (*jobs, before) if job is not None and not job.done.is_set()]
+        points = [event for event in after if isinstance(event, ManualEvent)]
+        jobs = [job for job in (*(point.job for point in points), before) if job is not None]
+        self.clock = max([0, *(point.clock for point in points), *(job.clock for job in jobs)])
+        self.after = [job for job in jobs if not job.done.is_set()]
 
     def comes_after(self, other: "_Job") -> bool:
         return any(job is other or job.comes_after(other) for job in self.after)
@@ -81,6 +89,9 @@ class ManualDevice(Device):
         self._order = order
         self._lock = threading.RLock()
         self._pending: list[_Job] = []
+        self._last: dict[Lane, _Job] = {}
+        self._clock = 0
+        self._claims: deque[tuple[int, list[_Extent], list[_Extent]]] = deque(maxlen=256)  # what the caller's stream touched
         self._device_memory: dict[int, int] = {}  # address, size
 
     # --- for the test -----------------------------------------------------------------------------------------------
@@ -126,7 +137,7 @@ class ManualDevice(Device):
         return self.device_bytes
 
     def mark(self) -> Event:
-        return ManualEvent(self)
+        return ManualEvent(self, self._clock)
 
     def run(
         self,
@@ -138,16 +149,23 @@ class ManualDevice(Device):
         after: Sequence[Event] = (),
     ) -> Event:
         with self._lock:
-            before = next((job for job in reversed(self._pending) if job.lane is lane), None)
-            job = _Job(lane, work, reads, writes, after, before)
+            job = _Job(lane, work, reads, writes, after, self._last.get(lane))
             self._check(job.reads, job.writes, job)
+            self._check_claims(job)
             self._pending.append(job)
+            self._last[lane] = job
         self._shuffle()
-        return ManualEvent(self, job)
+        return ManualEvent(self, job.clock, job)
 
-    def claim(self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> None:
+    def claim(
+        self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = (), by_thread: bool = False
+    ) -> None:
         with self._lock:
-            self._check([_extent(tensor) for tensor in reads], [_extent(tensor) for tensor in writes], None)
+            touched = [_extent(tensor) for tensor in reads], [_extent(tensor) for tensor in writes]
+            self._check(*touched, None)
+            if not by_thread:
+                self._clock += 1
+                self._claims.append((self._clock, *touched))
 
     def finish(self, job: _Job) -> None:
         """Do one job, and before it what it comes after."""
@@ -157,9 +175,11 @@ class ManualDevice(Device):
             for earlier in job.after:
                 self.finish(earlier)
             self._pending.remove(job)
-            job.work()
-            job.done.set()
-            job.after, job.keeps = [], ()
+            try:
+                job.work()
+            finally:
+                job.done.set()
+                job.after, job.keeps, job.work = [], (), _nothing
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -169,6 +189,15 @@ class ManualDevice(Device):
             while order is not None and self._pending and order.random() < 0.5:
                 ready = [job for job in self._pending if not any(not each.done.is_set() for each in job.after)]
                 self.finish(order.choice(ready))
+
+    def _check_claims(self, job: _Job) -> None:
+        for clock, reads, writes in self._claims:
+            if clock <= job.clock:
+                continue
+            if _overlap(writes, job.reads) or _overlap(writes, job.writes):
+                raise AssertionError("use before wait: the stream that fills this memory was not waited for")
+            if _overlap(reads, job.writes):
+                raise AssertionError("reuse before done: the stream that reads this memory was not waited for")
 
     def _check(self, reads: "list[_Extent]", writes: "list[_Extent]", job: _Job | None) -> None:
         for other in self._pending:
@@ -180,7 +209,8 @@ class ManualDevice(Device):
                 raise AssertionError("reuse before done: work that reads this memory is not done")
 
 
-_Extent = tuple[int, int]
+def _nothing() -> None:
+    return
 
 
 def _extent(tensor: torch.Tensor) -> _Extent:
