@@ -175,8 +175,10 @@ class HostHome(Home):
         self.length = num_tokens
         return self.show(num_tokens)
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, length: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.ring.device
+        if length < self.length:
+            self._cut(length)
         if not self._batch:
             shapes = [(tensor.shape[1], tensor.shape[3]) for tensor in (keys, values)]
             self.allocate(keys.shape[0], 0, shapes[0], shapes[1], keys.dtype)
@@ -208,9 +210,7 @@ class HostHome(Home):
 
     def show(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         if length < self.length:
-            self.length = length
-            self.ring.forget(self)
-            self._rows = None if self._rows is None else self._rows[:length]
+            self._cut(length)
         keys, values = self._views(self.flat[: length * self.row_nbytes])
         return keys, values
 
@@ -235,6 +235,11 @@ class HostHome(Home):
         self.ring.forget(self)
         self._batch = self.length = 0
         self._rows = None
+
+    def _cut(self, length: int) -> None:
+        self.length = length
+        self.ring.forget(self)
+        self._rows = None if self._rows is None else self._rows[:length]
 
     def _wait(self) -> None:
         """Let this thread touch the host's memory."""

@@ -81,8 +81,11 @@ class Home(ABC):
         """Hold `num_tokens` uninitialised tokens of K and V, each given as (H, D); return host views `[B, H, T, D]` to fill."""
 
     @abstractmethod
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append K and V `[B, H, t, D]`, and return all of both on the device, valid until the next layer's turn.
+    def append(self, length: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append K and V `[B, H, t, D]` to the first `length` tokens: more are left over from a forward that failed.
+
+        Returns:
+            All of both on the device, valid until the next layer's turn.
 
         Raises:
             CapacityError: the device has no room for one layer.
@@ -228,11 +231,11 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if held and before is not None:
             self._follow(before)
             nothing = [tensor[:, :, :0].to(self.device) for tensor in self._both]
-            both = before.append(nothing[0], nothing[1])
+            both = before.append(self.get_seq_length(), nothing[0], nothing[1])
             self.keys, self.values = (tensor.clone(memory_format=torch.contiguous_format) for tensor in both)
         self.home = home
         if held and home is not None:
-            home.append(*self._both)
+            home.append(0, *self._both)
             self._show_home(home, self.get_seq_length())
         self._growing_keys, self._growing_values = GrowingTensor(), GrowingTensor()
 
@@ -252,7 +255,7 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self, home: Home, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._follow(home)
-        keys, values = home.append(key_states, value_states)
+        keys, values = home.append(self.get_seq_length(), key_states, value_states)
         self._show_home(home, keys.shape[2])
         return keys, values
 
