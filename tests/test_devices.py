@@ -1,16 +1,21 @@
+import random
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import tiered_cache
 from tests.hf.harness import assert_consistent, block_nbytes, check, new_stack
 from tests.hf.models import prompt, tiny
 from tiered_cache import ConfigError, DeviceTier, HostTier, TierStack
 from tiered_cache.blocks import BlockLayout, SequenceLayout, Strip
 from tiered_cache.devices import device_for
+from tiered_cache.devices.arena import Arena
 from tiered_cache.devices.base import Device, Lane
 from tiered_cache.devices.cpu import CPUDevice
 from tiered_cache.port import SequencePort
@@ -90,6 +95,136 @@ def test_memory_is_not_given_out_again_while_a_lane_uses_it() -> None:
     assert device.allocate("host", 4096).data_ptr() != address
     device.complete()
     assert device.allocate("host", 4096).data_ptr() == address
+
+
+def test_work_before_it_in_the_other_direction_is_found() -> None:
+    """The stream itself fills or reads what a lane is given, and the lane is not told to come after that."""
+    device = ManualDevice()
+    host, there = device.allocate("host", 16), device.allocate("device", 16)
+    early = device.mark()
+    device.claim(writes=[there])
+    with pytest.raises(AssertionError, match="use before wait: the stream"):
+        device.copy(Lane.DOWN, there, host, [early])
+    down = device.copy(Lane.DOWN, there, host, [device.mark()])
+    device.claim(reads=[there])
+    with pytest.raises(AssertionError, match="reuse before done: the stream"):
+        device.copy(Lane.UP, host, there, [down])
+    device.copy(Lane.UP, host, there, [down, device.mark()])
+
+
+def test_streams_only_in_devices() -> None:
+    """An import contract cannot see attributes of torch."""
+    package = Path(tiered_cache.__file__).parent
+    names = re.compile(r"torch\.(cuda|accelerator|Stream|Event)\b")
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if names.search(path.read_text())}
+    assert found == {"devices/__init__.py", "devices/accelerator.py", "devices/base.py"} & found
+    assert "devices/accelerator.py" in found
+
+
+# --- the arena ------------------------------------------------------------------------------------------------------
+
+
+def new_arena(step: int = 1 << 16) -> tuple[Arena, list[int]]:
+    slabs: list[int] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        slabs.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    return Arena(allocate, step), slabs
+
+
+def test_spans_come_back_when_nobody_sees_them() -> None:
+    pool, slabs = new_arena()
+    span = pool.take(5000)
+    assert span is not None
+    address, view, part = span.data_ptr(), span.numpy().data, span[10:20]
+    assert (address % 4096, span.nbytes, pool.used_bytes) == (pool._slabs[0].ctypes.data % 4096, 5000, 8192)
+    del span
+    assert pool.used_bytes == 8192
+    del part
+    assert pool.used_bytes == 8192
+    del view
+    assert pool.used_bytes == 0
+    again = pool.take(8192)
+    assert again is not None
+    assert again.data_ptr() == address
+    assert slabs == [1 << 16]
+
+
+def test_free_spans_grow_together() -> None:
+    pool, slabs = new_arena()
+    spans = [pool.take(4096) for _ in range(16)]
+    for place in (3, 5, 4, 0, 1, 2, 15):
+        spans[place] = None
+    assert pool._free == [(0, 0, 6 * 4096), (0, 15 * 4096, 16 * 4096)]
+    whole = pool.take(6 * 4096)
+    assert whole is not None
+    assert slabs == [1 << 16]
+
+
+def test_large_spans_get_slabs_with_room_for_a_few() -> None:
+    pool, slabs = new_arena()
+    layers = [pool.take((1 << 16) + 1) for _ in range(7)]
+    assert None not in layers
+    assert slabs == [4 << 17]
+
+
+def test_an_arena_that_is_mostly_free_does_not_grow_but_lets_go() -> None:
+    pool, _ = new_arena()
+    spans = [pool.take(4096) for _ in range(33)]  # two slabs and a little of a third
+    assert pool.reserved_bytes == 3 << 16
+    del spans[1:]
+    assert pool.take(1 << 17) is None  # the first slab is in use a little: no more is pinned for this
+    assert pool.reserved_bytes == 1 << 16  # and what was free as a whole is let go
+    spans.clear()
+    assert pool.take(1 << 17) is not None
+    assert pool.reserved_bytes == 4 << 17
+
+
+def test_an_arena_is_bounded() -> None:
+    """Whatever the traffic: at most 4/3 of the largest use, and one slab."""
+    rng = random.Random(0)
+    pool, _ = new_arena()
+    held: list[torch.Tensor] = []
+    most = largest = 0
+    for _ in range(5000):
+        if rng.random() < 0.52:
+            size = rng.choice([4096, 20_000, 65_536, 200_000])
+            span = pool.take(size)
+            if span is not None:
+                held.append(span)
+            del span
+        elif held:
+            held.pop(rng.randrange(len(held)))
+        most = max(most, pool.used_bytes)
+        largest = max(slab.nbytes for slab in pool._slabs.values()) if pool._slabs else 0
+        assert pool.used_bytes == sum(-(-each.nbytes // 4096) * 4096 for each in held)
+        assert pool.reserved_bytes <= most / 0.75 + largest
+    held.clear()
+    assert pool.used_bytes == 0
+
+
+def test_threads_take_and_give_back() -> None:
+    pool, _ = new_arena()
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        held = []
+        for _ in range(500):
+            span = pool.take(rng.choice([4096, 9000]))
+            if span is not None:
+                span.fill_(seed)
+                held.append(span)
+            if len(held) > 8:
+                assert held.pop(0).eq(seed).all()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pool.used_bytes == 0
 
 
 def port_on(device: Device, tokens: int = 32) -> SequencePort:
