@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, assume, settings
@@ -491,5 +492,5 @@ def test_control_what_is_acknowledged_and_not_there_is_noticed(monkeypatch: pyte
         return 4096 if name.endswith(".kv") and count[0] % 7 == 0 else real(folder, name, *args, **kwargs)
 
     monkeypatch.setattr(files, "publish", publish)
-    with pytest.raises((AssertionError, BaseExceptionGroup)):
+    with pytest.raises((AssertionError, BaseExceptionGroup, hypothesis.errors.Flaky)):  # it does not fail at the same steps
         run_machine(100, 30, phases=NO_SHRINKING)

@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -499,14 +499,30 @@ def silent() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+FAILURES = [("device", MemoryError), ("host", MemoryError), ("run", RuntimeError)]
+
+
 @pytest.mark.usefixtures("silent")
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize(("what", "error"), [("device", MemoryError), ("host", MemoryError), ("run", RuntimeError)])
+@pytest.mark.parametrize(("what", "error"), FAILURES)
+def test_failures(what: str, error: type[Exception], share: float) -> None:
+    """At some allocations and copies of a cold and a warm call: the cold answer or that error, and nothing is left behind."""
+    fail_at([*range(1, 8), *range(8, 400, 9)], what, error, share)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("silent")
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 1.0])
+@pytest.mark.parametrize(("what", "error"), FAILURES)
 def test_every_failure(what: str, error: type[Exception], share: float) -> None:
-    """At every allocation and copy of a cold and a warm call: the cold answer or that error, and nothing is left behind."""
+    """At all of them."""
+    fail_at(range(1, 400), what, error, share)
+
+
+def fail_at(numbers: Iterable[int], what: str, error: type[Exception], share: float) -> None:
     model, ids = deep(), prompt(LENGTH)
     cold = run(model, ids)
-    for number in range(1, 400):
+    for number in numbers:
         device = FailsAt(what, number, error)
         with pretend_accelerator(device):
             stack = TierStack(DeviceTier("20KB"), HostTier("256MB"), block_tokens=16)
