@@ -12,6 +12,18 @@ from tiered_cache.devices.base import Device, Event, Lane
 from tiered_cache.devices.ring import Ring, Slot
 from tiered_cache.tiers.base import Part, Transfer
 
+# Layer by layer, a restore brings smaller pieces; so only where these are large, and enough of it hides behind a forward.
+LAYER_PIECE_NBYTES = 1 << 20
+HIDDEN_SHARE = 0.1
+FLOPS, LINK_BYTES_PER_S = 400e12, 50e9  # of an accelerator of 2024, about
+
+
+def hides(layout: BlockLayout, block_tokens: int, num_tokens: int, flops: float) -> bool:
+    """Say whether it pays to let `num_tokens` tokens come layer by layer, while a forward of `flops` operations runs."""
+    token_nbytes = layout.nbytes(block_tokens) / block_tokens
+    is_large = 2 * token_nbytes * block_tokens >= LAYER_PIECE_NBYTES * len(layout.pieces) > 0
+    return is_large and flops / FLOPS >= HIDDEN_SHARE * token_nbytes * num_tokens / LINK_BYTES_PER_S
+
 
 class Arrival:
     """What one restore has to bring, layer by layer.

@@ -5,12 +5,14 @@ Owns what is gathered from and scattered to the layers, and through which lane o
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tiered_cache.arrival import Arrival, put
 from tiered_cache.blocks import FlatLayout, SequenceLayout, Strip
-from tiered_cache.devices.base import Device, Lane
+from tiered_cache.devices import device_for
+from tiered_cache.devices.base import Device, Event, Lane
 from tiered_cache.devices.ring import Ring, Slot
 from tiered_cache.keys import MAIN, SIDE, SNAPSHOT
 from tiered_cache.tiers.base import Part, Transfer
@@ -29,7 +31,7 @@ class SequencePort:
             of the thread that makes the port was given before.
         rows: the batch rows that hold the sequence. `save` reads the first, `load` writes all (beams start as copies).
         first_column: the column of the sequence's token 0 (its number of left pads).
-        device: moves the bytes.
+        device: of the first layer: moves blocks, and the K/V of layers there. Others have lanes of their own.
         side_from: the first column whose "side" K/V are there.
         snapshots: tensors `[B, ...]` of each snapshot, by the tokens it stands for: read by `save`, written by `load`.
         restored_end: the tokens of the snapshot that the sequence went on from; 0 if none.
@@ -58,10 +60,20 @@ class SequencePort:
         self._first_column = first_column
         self._device = device
         self._side_from = side_from
-        device.claim(writes=[tensor for strip in strips.values() for tensor in _resident(strip)])
+        self._on_devices = {kind: self._link_up(strip) for kind, strip in strips.items()}
         self._made = device.mark()
         self._ring = Ring(device)
         self._late = late
+
+    def _link_up(self, strip: Strip) -> "list[_Link]":
+        """Return the devices of the tensors that are in no host memory, this port's own first."""
+        found: dict[Device, list[int]] = {self._device: []}
+        for place, tensor in enumerate(strip.tensors):
+            if place not in strip.hosted:
+                found.setdefault(self._device_of(place, tensor), []).append(place)
+        for device, places in found.items():
+            device.claim(writes=[strip.tensors[place] for place in places])
+        return [_Link(device, Ring(device), device.mark(), places) for device, places in found.items() if places]
 
     @property
     def window(self) -> int:
@@ -92,35 +104,31 @@ class SequencePort:
     # --- from the layers --------------------------------------------------------------------------------------------
 
     def save(self, kind: str, start: int, num_tokens: int, buffers: Sequence[torch.Tensor]) -> Transfer:
-        device, layout = self._device, self._layouts[kind]
+        layout = self._layouts[kind]
         rows = [rows[0] for rows in self._targets(kind, start, num_tokens)]
-        resident, hosted = self._places(kind, len(rows))
-        local = [buffer for buffer in buffers if device.is_local(buffer)]
-        slot = Slot(local[0], [device.mark()]) if local else self._ring.take(layout.nbytes(num_tokens))
-        views = layout.views(slot.buffer, num_tokens)
-
-        def gather() -> None:
-            if layout.has_gaps(num_tokens):
-                slot.buffer.zero_()  # what was in memory before must not get into a file
-            for place in resident:
-                views[place].copy_(rows[place])
-
-        reads = [rows[place] for place in resident]
-        done = device.run(Lane.DOWN, gather, reads=reads, writes=[slot.buffer], after=[self._made, *slot.busy])
-        on_host = [buffer for buffer in buffers if not device.is_local(buffer)]
-        if hosted and not on_host:  # the host tier has no room for it
-            on_host = [device.allocate("host", layout.nbytes(num_tokens))]
-        for buffer in on_host:
-            ranges = layout.ranges(num_tokens, resident)
-            done = device.copy_all(Lane.DOWN, [(slot.buffer[first:last], buffer[first:last]) for first, last in ranges], [done])
+        links, hosted = self._links(kind, len(rows))
+        local = [buffer for buffer in buffers if self._device.is_local(buffer)]
+        on_host = [buffer for buffer in buffers if not self._device.is_local(buffer)]
+        own = links[0].places if links and links[0].device is self._device else ()
+        elsewhere = [place for place in range(len(rows)) if place not in own]
+        if elsewhere and not on_host:  # the host tier has no room for it
+            on_host = [self._device.allocate("host", layout.nbytes(num_tokens))]
+        done: list[Event] = []
+        for link in links:
+            is_here = link.device is self._device and bool(local)
+            slot = Slot(local[0], [self._device.mark()]) if is_here else link.ring.take(layout.nbytes(num_tokens))
+            gathered = link.gather(layout, num_tokens, rows, slot)
+            ranges = layout.ranges(num_tokens, link.places)
+            pairs = [(slot.buffer[first:last], buffer[first:last]) for buffer in on_host for first, last in ranges]
+            slot.busy = [link.device.copy_all(Lane.DOWN, pairs, [gathered]) if pairs else gathered]
+            done += slot.busy
+        for buffer in on_host if hosted else ():
             self._gather_hosted(layout, num_tokens, buffer, rows, hosted)
-        if hosted and local:
-            ranges = layout.ranges(num_tokens, hosted)
-            done = device.copy_all(
-                Lane.UP, [(on_host[0][first:last], slot.buffer[first:last]) for first, last in ranges], [done]
-            )
-        slot.busy = [done]
-        return done
+        if elsewhere and local:
+            ranges = layout.ranges(num_tokens, elsewhere)
+            pairs = [(on_host[0][first:last], local[0][first:last]) for first, last in ranges]
+            done.append(self._device.copy_all(Lane.UP, pairs, done))
+        return _All(done)
 
     def _gather_hosted(
         self, layout: FlatLayout, num_tokens: int, buffer: torch.Tensor, rows: Sequence[torch.Tensor], hosted: Sequence[int]
@@ -135,35 +143,36 @@ class SequencePort:
     # --- to the layers ----------------------------------------------------------------------------------------------
 
     def load(self, kind: str, start: int, parts: Sequence[Part]) -> Transfer:
-        device, layout, size = self._device, self._layouts[kind], parts[0].num_tokens
-        resident, hosted = self._places(kind, len(layout.shapes(size)))
-        if device.is_local(parts[0].buffer):
-            for place, part in enumerate(parts):
-                device.claim(reads=[part.buffer])
-                self._scatter(kind, start + place * size, part.take, layout.views(part.buffer, size), resident)
-            self._scatter_hosted(kind, start, [self._brought_down(part) for part in parts] if hosted else [], hosted)
-            return device.mark()
-        if self._late is not None and kind == MAIN:
-            self._scatter_hosted(kind, start, parts, hosted)
-            return self._late.add(start, parts, self.layout.main, resident)
-        nbytes = layout.nbytes(size)
-        slot = self._ring.take(len(parts) * nbytes)
-        staged = slot.buffer[: len(parts) * nbytes].view(len(parts), nbytes)
-        pairs = [
-            (part.buffer[first:last], row[first:last])
-            for row, part in zip(staged, parts, strict=True)
-            for first, last in layout.ranges(size, resident)
-        ]
-        came = device.copy_all(Lane.UP, pairs, slot.busy)
+        layout, size = self._layouts[kind], parts[0].num_tokens
+        links, hosted = self._links(kind, len(layout.shapes(size)))
+        done: list[Event] = []
+        if self._device.is_local(parts[0].buffer):
+            own = [link for link in links if link.device is self._device]
+            for place, part in enumerate(parts if own else ()):
+                self._device.claim(reads=[part.buffer])
+                views = layout.views(part.buffer, size)
+                self._scatter(kind, start + place * size, part.take, views, own[0].places)
+            done.append(self._device.mark())
+            links = [link for link in links if link.device is not self._device]
+            parts = [self._brought_down(part) for part in parts] if links or hosted else parts
         self._scatter_hosted(kind, start, parts, hosted)
-        came.order()
-        device.claim(reads=[staged])
-        if len(parts) > 1:
-            self._scatter(kind, start, len(parts) * size, layout.views(staged, size), resident)
-        else:
-            self._scatter(kind, start, parts[0].take, layout.views(staged[0], size), resident)
-        slot.busy = [device.mark()]
-        return came
+        if self._late is not None and kind == MAIN and not done:
+            return self._late.add(start, parts, self.layout.main, [place for link in links for place in link.places])
+        nbytes = layout.nbytes(size)
+        for link in links:
+            slot = link.ring.take(len(parts) * nbytes)
+            staged = slot.buffer[: len(parts) * nbytes].view(len(parts), nbytes)
+            ranges = layout.ranges(size, link.places)
+            rows = zip(staged, parts, strict=True)
+            pairs = [(part.buffer[first:last], row[first:last]) for row, part in rows for first, last in ranges]
+            came = link.device.copy_all(Lane.UP, pairs, slot.busy)
+            came.order()
+            link.device.claim(reads=[staged])
+            views = layout.views(staged if len(parts) > 1 else staged[0], size)
+            self._scatter(kind, start, sum(part.take for part in parts), views, link.places)
+            slot.busy = [link.device.mark()]
+            done.append(came)
+        return _All(done)
 
     def _scatter(self, kind: str, start: int, take: int, views: Sequence[torch.Tensor], places: Sequence[int]) -> None:
         """Put a piece's tensors, or those of a run of whole ones (`[N, H, T, D]` each), into the layers."""
@@ -186,10 +195,15 @@ class SequencePort:
         self._device.copy(Lane.DOWN, part.buffer, buffer, [self._device.mark()]).wait()
         return Part(buffer, part.num_tokens, part.take)
 
-    def _places(self, kind: str, number: int) -> tuple[list[int], list[int]]:
-        """Return which tensors of a piece are on the device, and which in host memory."""
-        hosted = frozenset[int]() if kind == SIDE and self.window == SNAPSHOT else self._strips[kind].hosted
-        return [place for place in range(number) if place not in hosted], sorted(hosted)
+    def _links(self, kind: str, number: int) -> "tuple[list[_Link], list[int]]":
+        """Return where the tensors of a piece are: on which devices, and which of them in host memory."""
+        if kind == SIDE and self.window == SNAPSHOT:
+            return [_Link(self._device, self._ring, self._made, range(number))], []
+        return self._on_devices[kind], sorted(self._strips[kind].hosted)
+
+    def _device_of(self, place: int, tensor: torch.Tensor) -> Device:
+        here = tensor.device == self.layout.main.device
+        return self._device if here else device_for(tensor.device)
 
     def _targets(self, kind: str, start: int, num_tokens: int) -> Iterator[torch.Tensor]:
         """Yield the rows of the layers' tensors that a piece belongs to, tensor by tensor."""
@@ -203,5 +217,35 @@ class SequencePort:
             yield tensor[self._rows, :, first : first + num_tokens]
 
 
-def _resident(strip: Strip) -> list[torch.Tensor]:
-    return [tensor for place, tensor in enumerate(strip.tensors) if place not in strip.hosted]
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """A device, its staging, the point up to which its stream computed K/V, and the places of the tensors there."""
+
+    device: Device
+    ring: Ring
+    made: Event
+    places: Sequence[int]
+
+    def gather(self, layout: FlatLayout, num_tokens: int, rows: Sequence[torch.Tensor], slot: Slot) -> Event:
+        """Let the lane down bring those of `rows` that are here into a slot."""
+        views = layout.views(slot.buffer, num_tokens)
+
+        def work() -> None:
+            if layout.has_gaps(num_tokens):
+                slot.buffer.zero_()  # what was in memory before must not get into a file
+            for place in self.places:
+                views[place].copy_(rows[place])
+
+        reads = [rows[place] for place in self.places]
+        return self.device.run(Lane.DOWN, work, reads=reads, writes=[slot.buffer], after=[self.made, *slot.busy])
+
+
+class _All(Transfer):
+    """Several copies under way."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.wait()

@@ -109,6 +109,7 @@ def settle(model: PreTrainedModel) -> None:
 
 def stored_bytes(stack: TierStack) -> dict[bytes, str]:
     """Return a digest of every stored block's bytes."""
+    stack.settle()
     return {
         key: hashlib.sha256(next(iter(piece.copies.values())).cpu().numpy()).hexdigest()
         for key, piece in stack._inventory.pieces.items()
@@ -117,6 +118,7 @@ def stored_bytes(stack: TierStack) -> dict[bytes, str]:
 
 def assert_consistent(stack: TierStack) -> None:
     """Assert that budgets count real storage, that nothing is held, and that every block can be reached."""
+    stack.settle()
     reachable = {block.key for root in stack._index.roots.values() for block in stack._index.descendants(root)}
     assert reachable == set(stack._index.blocks)
     assert all(block.holds == 0 for block in stack._index.blocks.values())

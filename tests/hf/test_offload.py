@@ -22,12 +22,13 @@ from transformers.cache_utils import DynamicLayer
 
 from tests.hf.harness import RECURRENT_TOLERANCE, TOLERANCE, assert_consistent, assert_same, check, new_stack, run, settle
 from tests.hf.models import fresh, prompt, tiny
-from tiered_cache import CapacityError, ConfigError, DeviceTier, DiskTier, HostTier, TieredCache, TierStack, movement
+from tiered_cache import CapacityError, ConfigError, DeviceTier, DiskTier, HostTier, TieredCache, TierStack, arrival, movement
 from tiered_cache.devices import arena, ring
 from tiered_cache.devices.base import Lane
-from tiered_cache.hf import binding, homes
+from tiered_cache.hf import homes
 from tiered_cache.hf.offload import hosted_by_budget, hosted_by_share
 from tiered_cache.hf.shapes import full_layers, is_stateful
+from tiered_cache.port import SequencePort
 from tiered_cache.testing import ManualDevice, pretend_accelerator
 from tiered_cache.testing.manual_device import ManualEvent
 
@@ -242,8 +243,8 @@ def one_order(seed: int, late: bool = False) -> None:
         if seed % 2:
             patch.setattr(movement, "RUN_NBYTES", 1)  # so that slots of the staging ring are used again
         if late:
-            patch.setattr(binding, "LAYER_PIECE_NBYTES", 1)
-            patch.setattr(binding, "HIDDEN_SHARE", 0.0)
+            patch.setattr(arrival, "LAYER_PIECE_NBYTES", 1)
+            patch.setattr(arrival, "HIDDEN_SHARE", 0.0)
         stack = TierStack(*([DeviceTier("60KB")] if seed % 3 == 0 else []), HostTier("256MB"), block_tokens=16)
         cache = TieredCache(stack, offload=share)
         same(model, ids, cache, _cold[key], **options)
@@ -639,6 +640,27 @@ def test_pinning_that_fails_costs_speed_only(caplog: pytest.LogCaptureFixture) -
     assert device.allocate("host", 100).nbytes == 100
     assert device.allocate("host", 100).nbytes == 100
     assert caplog.text.count("cannot be pinned") == 1
+
+
+def test_layers_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are one piece in host memory; each device brings its own layers' part, and takes it, on lanes of its own."""
+    model, ids = deep(), prompt(LENGTH)
+    for seed in (None, 1, 2):
+        for tiers in ([], [DeviceTier]):
+            other = ManualDevice(automatic=True, order=None if seed is None else random.Random(seed))
+            with accelerator(seed) as device, monkeypatch.context() as patch:
+                patch.setattr(
+                    SequencePort,
+                    "_device_of",
+                    lambda self, place, tensor, own=device, other=other: (own, other)[place // 2 % 2],
+                )
+                stack = TierStack(*(tier("1MB") for tier in tiers), HostTier("256MB"), block_tokens=16)
+                for share in (1.0, 1.0, 0.4):
+                    cache = TieredCache(stack, offload=share)
+                    same(model, ids, cache)
+                    assert share == 1.0 or cache.usage.cached_tokens == LENGTH - 1
+                assert_consistent(stack)
+            assert min(other.moved.values()) > 0
 
 
 def test_from_disk_through_the_lanes(tmp_path: Path) -> None:

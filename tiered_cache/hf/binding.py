@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tiered_cache.arrival import Arrival
+from tiered_cache.arrival import Arrival, hides
 from tiered_cache.blocks import SequenceLayout, SnapshotLayout
 from tiered_cache.devices import device_for
 from tiered_cache.hf import compat, identity, selfcheck
@@ -47,11 +47,6 @@ from tiered_cache.tiers.disk import Stay
 from tiered_cache.usage import MissReason, Usage
 
 logger = logging.getLogger(__name__)
-
-# Layer by layer, a restore brings smaller pieces; so only where these are large, and enough of it hides behind a forward.
-LAYER_PIECE_NBYTES = 1 << 20
-HIDDEN_SHARE = 0.1
-FLOPS, LINK_BYTES_PER_S = 400e12, 50e9  # of an accelerator of 2024, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +248,10 @@ class Binding:
                     tensor[rows, :, pad : pad + have] = tensor[like, :, prompt.pads[source] : prompt.pads[source] + have]
                 snapshots = {columns - pad: kept} if kept else {}
                 late = None
-                if prompt.rows == 1 and not match.on_disk and self._hides(layout, columns, prompt.length - columns):
+                is_one = len(set(devices)) == 1 and prompt.rows == 1
+                flops = compat.token_flops(self.model.config) * (prompt.length - columns)
+                is_simple = is_one and device_for(device).is_apart and not match.on_disk and not self._by_hand
+                if is_simple and hides(layout.main, self._stack.block_tokens, columns, flops):
                     late = Arrival(device_for(device), rows, pad, strips[MAIN].tensors)
                 port = SequencePort(layout, strips, rows, pad, device_for(device), snapshots=snapshots, late=late)
                 fetched = self._stack.fetch(match, reached - pad, port, have)
@@ -284,16 +282,6 @@ class Binding:
             for tier, tokens in _first(by_tier, reached - pad).items():
                 served[tier] = served.get(tier, 0) + tokens
         return Loaded(reached, served, left)
-
-    def _hides(self, layout: SequenceLayout, columns: int, left: int) -> bool:
-        """Say whether it pays to let `columns` come layer by layer, while a forward computes `left` columns behind them."""
-        pieces = layout.main.pieces
-        if self._by_hand or not device_for(layout.main.device).is_apart or not pieces:
-            return False
-        token_nbytes = sum(heads * width * dtype.itemsize for heads, width, dtype in pieces)
-        is_large = 2 * token_nbytes * self._stack.block_tokens // len(pieces) >= LAYER_PIECE_NBYTES
-        computing_s = compat.token_flops(self.model.config) * left / FLOPS
-        return is_large and computing_s >= HIDDEN_SHARE * token_nbytes * columns / LINK_BYTES_PER_S
 
     def relieve(self) -> None:
         """Make room on the device for a load that found none."""
