@@ -157,6 +157,7 @@ def test_free_spans_grow_together() -> None:
     spans = [pool.take(4096) for _ in range(16)]
     for place in (3, 5, 4, 0, 1, 2, 15):
         spans[place] = None
+    assert pool.used_bytes == 9 * 4096
     assert pool._free == [(0, 0, 6 * 4096), (0, 15 * 4096, 16 * 4096)]
     whole = pool.take(6 * 4096)
     assert whole is not None

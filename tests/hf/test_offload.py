@@ -7,6 +7,7 @@ import logging
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -423,11 +424,18 @@ def test_hosted_layers_are_spread_and_as_few_as_needed() -> None:
     assert hosted_by_budget([10] * 8, 1) == frozenset(range(8))  # no less is possible
 
 
-@pytest.mark.parametrize("budget", [12_000, 24_000, "26KB", 1 << 30])
-def test_a_budget_is_kept(budget: int | str) -> None:
-    model, ids = deep(), prompt(LENGTH)
-    nbytes = 26_000 if budget == "26KB" else budget
+@pytest.mark.parametrize("name", ["Llama", "DeepseekV3", "Qwen3Next", "FalconH1"])
+@pytest.mark.parametrize("share", [0.42, 0.8, 0.95, 100.0])
+def test_a_budget_is_kept(name: str, share: float) -> None:
+    model, ids = deep(name), prompt(LENGTH)
     with accelerator():
+        settle(model)
+        cache = TieredCache(new_stack())
+        same(model, ids, cache)
+        assert hosted(cache) == 0
+        whole = sum(layer.keys.nbytes + layer.values.nbytes for layer in full_layers(cache.layers)) * 45 / 44
+        nbytes = int(share * whole) if len(full_layers(cache.layers)) > 3 or share > 1 else int(0.7 * whole)
+        budget: int | str = nbytes if share != 0.8 else f"{nbytes}B"
         cache = TieredCache(new_stack(), offload=budget)
         same(model, ids, cache)
         layers = full_layers(cache.layers)
@@ -435,7 +443,7 @@ def test_a_budget_is_kept(budget: int | str) -> None:
         rings = {layer.home.ring for layer in layers if layer.home is not None}
         slots = sum(slot.buffer.nbytes for ring_ in rings for slot in ring_._slots)
         assert resident + slots <= nbytes
-        assert (hosted(cache) == 0) == (budget == 1 << 30)
+        assert (hosted(cache) == 0) == (share > 1)
 
 
 def test_auto_offloads_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,6 +601,33 @@ def test_an_exception_in_mid_flight() -> None:
                 same(model, ids, cache)
                 same(model, ids, TieredCache(stack, offload=0.0))
                 assert_consistent(stack)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_a_layer_that_fails_while_a_restore_arrives(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was restored is kept, whole, though the layers behind that one never asked for it."""
+    monkeypatch.setattr(arrival, "LAYER_PIECE_NBYTES", 1)
+    monkeypatch.setattr(arrival, "HIDDEN_SHARE", 0.0)
+    model, ids = deep(), prompt(LENGTH)
+
+    def fail(module: torch.nn.Module, args: Any) -> None:
+        if module is model.model.layers[3]:
+            raise RuntimeError("on purpose")
+
+    for seed in (None, 1, 2, 3):
+        with accelerator(seed):
+            stack = new_stack()
+            same(model, ids, TieredCache(stack))
+            cache = TieredCache(stack, offload=share)
+            longer = torch.cat([ids, prompt(6, seed=1)], dim=1)
+            handle = torch.nn.modules.module.register_module_forward_pre_hook(fail)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                run(model, longer, past_key_values=cache)
+            handle.remove()
+            stack.clear()
+            same(model, longer, cache)
+            assert cache.usage.cached_by_tier == {"resident": LENGTH}
+            assert_consistent(stack)
 
 
 def test_device_tier_shrinks_for_a_restore_that_finds_no_room() -> None:

@@ -37,7 +37,7 @@ class AcceleratorDevice(Device):
         super().__init__()
         self.device = device
         self._streams = {lane: torch.Stream(device, priority=0) for lane in Lane}
-        self._lock = threading.RLock()  # entering a stream is not for two threads at once
+        self._locks = {lane: threading.RLock() for lane in Lane}  # entering a stream is not for two threads at once
         # What a lane touches stays alive until it is done.
         self._under_way: dict[Lane, deque[tuple[torch.Event, object]]] = {lane: deque() for lane in Lane}
         self._arena = Arena(_pinned, let_go=_unpin_unused)
@@ -47,7 +47,8 @@ class AcceleratorDevice(Device):
         return aligned(nbytes)
 
     def allocate(self, memory: str, nbytes: int) -> torch.Tensor:
-        self._forget_done()
+        for lane in Lane:
+            self._forget_done(lane)
         if memory == "device":
             with torch.inference_mode(False):
                 try:
@@ -88,7 +89,7 @@ class AcceleratorDevice(Device):
         after: Sequence[Event] = (),
     ) -> Event:
         stream = self._streams[lane]
-        with self._lock:
+        with self._locks[lane]:
             for event in after:
                 assert isinstance(event, StreamEvent)
                 stream.wait_event(event.event)
@@ -98,14 +99,23 @@ class AcceleratorDevice(Device):
             finally:  # part of it may be under way
                 done = stream.record_event()
                 self._under_way[lane].append((done, (*reads, *writes)))
-        self._forget_done()
+            self._forget_done(lane)
         return StreamEvent(self.device, done)
 
-    def _forget_done(self) -> None:
-        with self._lock:
-            for under_way in self._under_way.values():
-                while under_way and under_way[0][0].query():
-                    under_way.popleft()
+    def claim(
+        self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = (), by_thread: bool = False
+    ) -> None:
+        # Memory that another stream allocated is not used again before what this one does with it.
+        stream = torch.accelerator.current_stream(self.device)
+        for tensor in (*reads, *writes):
+            if tensor.device == self.device:
+                tensor.record_stream(stream)
+
+    def _forget_done(self, lane: Lane) -> None:
+        with self._locks[lane]:
+            under_way = self._under_way[lane]
+            while under_way and under_way[0][0].query():
+                under_way.popleft()
 
 
 def _unpin_unused() -> None:

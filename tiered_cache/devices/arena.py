@@ -7,6 +7,7 @@ Owns slabs and which of their bytes are free. Refuses to own how a slab is pinne
 import bisect
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -34,14 +35,22 @@ class Arena:
         self, allocate: Callable[[int], torch.Tensor], step: int = STEP, let_go: Callable[[], None] = lambda: None
     ) -> None:
         self.reserved_bytes = 0
-        self.used_bytes = 0
+        self._used_bytes = 0
         self._allocate = allocate
         self._step = step
         self._let_go = let_go
         self._slabs: dict[int, np.ndarray] = {}
         self._next = 0
         self._free: list[tuple[int, int, int]] = []  # (slab, start, stop), sorted
-        self._lock = threading.RLock()  # the garbage collector may give a span back anywhere
+        self._returned: deque[tuple[int, int, int]] = deque()  # the garbage collector may give a span back anywhere
+        self._lock = threading.RLock()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of spans that somebody may see."""
+        with self._lock:
+            self._take_back()
+            return self._used_bytes
 
     def take(self, nbytes: int) -> torch.Tensor | None:
         """Return a flat uint8 tensor `[nbytes]`, or None where there is no room and the arena should not grow.
@@ -51,19 +60,20 @@ class Arena:
         """
         size = aligned(nbytes)
         with self._lock:
+            self._take_back()
             if not self._fits(size):
                 self._trim()
-                if self.used_bytes < LOOSE * self.reserved_bytes:
+                if self._used_bytes < LOOSE * self.reserved_bytes:
                     return None
                 self._grow(size)
             _, place = min((stop - start, place) for place, (_, start, stop) in enumerate(self._free) if stop - start >= size)
             slab, start, stop = self._free.pop(place)
             if start + size < stop:
                 bisect.insort(self._free, (slab, start + size, stop))
-            self.used_bytes += size
+            self._used_bytes += size
             span = self._slabs[slab][start : start + nbytes]
         # The tensor's storage keeps the span alive, and all its views keep the storage: so this is when all of them are gone.
-        weakref.finalize(span, self._give_back, slab, start, start + size).atexit = False
+        weakref.finalize(span, self._returned.append, (slab, start, start + size)).atexit = False
         with torch.inference_mode(False):
             return torch.frombuffer(span, dtype=torch.uint8)
 
@@ -84,9 +94,10 @@ class Arena:
             self.reserved_bytes -= self._slabs.pop(span[0]).nbytes
             self._let_go()
 
-    def _give_back(self, slab: int, start: int, stop: int) -> None:
-        with self._lock:
-            self.used_bytes -= stop - start
+    def _take_back(self) -> None:
+        while self._returned:
+            slab, start, stop = self._returned.popleft()
+            self._used_bytes -= stop - start
             place = bisect.bisect(self._free, (slab, start, stop))
             if place < len(self._free) and self._free[place][:2] == (slab, stop):
                 stop = self._free.pop(place)[2]

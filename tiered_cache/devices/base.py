@@ -106,7 +106,7 @@ class Device(ABC):
     def claim(  # noqa: B027
         self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = (), by_thread: bool = False
     ) -> None:
-        """Say that the current stream, or this thread itself, is about to touch these. Only a device for tests listens."""
+        """Say that the current stream, or this thread itself, is about to touch these: a device for tests checks that."""
 
 
 def allocate_pageable(nbytes: int) -> torch.Tensor:

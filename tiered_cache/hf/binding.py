@@ -5,7 +5,6 @@ Refuses to own what the cache held before and which tokens its columns hold (cac
 """
 
 import functools
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from tiered_cache.devices import device_for
 from tiered_cache.hf import compat, identity, selfcheck
 from tiered_cache.hf.checks import refuse_model
 from tiered_cache.hf.columns import Columns
-from tiered_cache.hf.explain import Refusal
+from tiered_cache.hf.explain import NOT_KEPT, Refusal, warn
 from tiered_cache.hf.offload import Offload
 from tiered_cache.hf.offloaded import device_of, layer_devices
 from tiered_cache.hf.shapes import (
@@ -45,8 +44,6 @@ from tiered_cache.stack import TierStack
 from tiered_cache.tiers.base import Transfer
 from tiered_cache.tiers.disk import Stay
 from tiered_cache.usage import MissReason, Usage
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,8 +360,10 @@ class Binding:
         return layers
 
     def plan(self, rows: int, columns: int, computed: int, held: int) -> None:
-        """Decide which layers are to live in host memory. See `Offload.plan`."""
-        self._offload.plan(self.model, rows, columns, computed, held)
+        """Decide which layers are to live in host memory (see `Offload.plan`), and put the fresh ones there."""
+        known = self._verdict.layout if self._verdict is not None else None
+        self._offload.plan(self.model, rows, columns, computed, held, known)
+        self.place(self.layers)
 
     def place(self, layers: Sequence[Any]) -> None:
         """Let layers live where the last plan says."""
@@ -389,8 +388,8 @@ def _store_all(commits: Sequence[Callable[[], int]], usage: Usage) -> None:
         with torch.no_grad():
             for commit in commits:
                 usage.created_tokens += commit()
-    except Exception as error:
-        logger.warning("Storing failed, this call's K/V are not kept: %r", error, exc_info=not isinstance(error, MemoryError))
+    except Exception as error:  # noqa: BLE001
+        warn(NOT_KEPT, error)
 
 
 def _first(by_tier: dict[str, int], num_tokens: int) -> dict[str, int]:

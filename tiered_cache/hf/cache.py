@@ -5,7 +5,6 @@ to own when that happens in a generate() call (session) and the way to and from 
 """
 
 import copy
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from tiered_cache.hf.binding import Binding
 from tiered_cache.hf.checks import check_commit, check_stay
 from tiered_cache.hf.columns import Columns, count_tokens
 from tiered_cache.hf.content import refuse_by_hand
-from tiered_cache.hf.explain import Refusal, describe
+from tiered_cache.hf.explain import NOT_KEPT, Refusal, describe, warn
 from tiered_cache.hf.layers import GrowableLayer, begin_forward, capacity_for
 from tiered_cache.hf.offload import Offload, check_offload
 from tiered_cache.hf.prefill import split_points
@@ -32,8 +31,6 @@ from tiered_cache.hf.windows import CapturingSlidingLayer
 from tiered_cache.interrupts import uninterrupted
 from tiered_cache.stack import TierStack, check_stack
 from tiered_cache.usage import MissReason, Usage
-
-logger = logging.getLogger(__name__)
 
 CAPTURE_NBYTES = 256 << 20  # of K/V that left the windows of sliding layers; beyond, they are stored in mid-generation
 
@@ -202,7 +199,7 @@ class TieredCache(DynamicCache):
         refusal: Refusal | None,
         *,
         at_once: bool,
-        total: int | None = None,
+        total: int = 0,
     ) -> int:
         """Fill the fresh layers with the longest known prefix of `prompt` and return its length in columns.
 
@@ -213,7 +210,7 @@ class TieredCache(DynamicCache):
             resident: what this cache held before.
             refusal: why nothing may be reused.
             at_once: what is left of the prompt is fed in one forward.
-            total: how many columns there may be at the end of the call; None if that is not known.
+            total: how many columns there may be at the end of the call; 0 if that is not known.
         """
         started = time.perf_counter()
         columns, served = 0, dict[str, int]()
@@ -224,17 +221,16 @@ class TieredCache(DynamicCache):
             refusal = Refusal.first([reason for reason in (refusal, of_prompt) if reason is not None])
         self._may_store = refusal is None or refusal.stores
         if prompt is not None:
-            total = capacity_for(prompt.length) if total is None else total
+            total = total or capacity_for(prompt.length)
             self._bound.plan(prompt.rows * expand, total, prompt.length, resident.device_nbytes)
-            self._bound.place(self.layers)
         may_split = refusal is None  # else somebody wants what one forward of the whole prompt gives
         known = [0] * prompt.rows if prompt is not None else []
         if refusal is None and prompt is not None:
             try:
                 with uninterrupted():  # a hold that is never released would keep its blocks for ever
-                    columns, served, refusal, known = fill(self._bound, prompt, expand, resident, total or 0)
+                    columns, served, refusal, known = fill(self._bound, prompt, expand, resident, total)
             except Exception as error:  # noqa: BLE001  a tier that fails, in whatever way, is a miss
-                _warn("Reuse failed, the whole prompt is computed", error)
+                warn("Reuse failed, the whole prompt is computed", error)
                 refusal = Refusal(MissReason.TIER_ERROR, f"a tier failed ({error})")
             self.layers = self._bound.layers
             if self._by_hand:  # who knows when the loop's forward is over
@@ -289,7 +285,7 @@ class TieredCache(DynamicCache):
             is_complete = is_complete and is_whole(self._forwards)
             self._bound.store(self.columns, rows, stops, self._usage, is_complete=is_complete)
         except Exception as error:  # noqa: BLE001
-            _warn("Storing failed, this call's K/V are not kept", error)
+            warn(NOT_KEPT, error)
 
     def truncate(self, length: int) -> int:
         """Keep the first `length` columns of every layer, where all can be cut, else none; return how many that are.
@@ -403,7 +399,3 @@ class TieredCache(DynamicCache):
         """Let the known tokens follow what was done to the rows. In a generate() call the session sees to that."""
         if self.columns is not None and self.session is None:
             self.columns = change(self.columns)
-
-
-def _warn(what: str, error: Exception) -> None:
-    logger.warning("%s: %r", what, error, exc_info=not isinstance(error, TieredCacheError | MemoryError))

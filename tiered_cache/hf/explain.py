@@ -1,11 +1,17 @@
 """The words in which a cache says what it did."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from tiered_cache.errors import TieredCacheError
 from tiered_cache.matching import Match
 from tiered_cache.usage import MissReason, Usage
+
+logger = logging.getLogger(__name__)
+
+NOT_KEPT = "Storing failed, this call's K/V are not kept"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +84,8 @@ def describe(usage: Usage, refusal: Refusal | None, hosted: int, layers: int) ->
 
 
 _PLACES = {"resident": "this cache itself", "device": "device memory", "host": "host memory", "disk": "disk"}
+
+
+def warn(what: str, error: Exception) -> None:
+    """Log a failure that costs the reuse, never a result; with a traceback where it is not one that is expected."""
+    logger.warning("%s: %r", what, error, exc_info=not isinstance(error, TieredCacheError | MemoryError))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from tiered_cache.blocks import SequenceLayout
 from tiered_cache.devices import accelerator_present, device_for
 from tiered_cache.errors import ConfigError
 from tiered_cache.hf import compat
@@ -90,20 +91,23 @@ class Offload:
         self._rings: dict[torch.device, LayerRing] = {}
         self._num_tokens = 0
 
-    def plan(self, model: PreTrainedModel, rows: int, columns: int, computed: int, held: int) -> None:
+    def plan(
+        self, model: PreTrainedModel, rows: int, columns: int, computed: int, held: int, known: SequenceLayout | None
+    ) -> None:
         """Decide which layers live in host memory: as few as needed.
 
         Args:
             rows, columns: of the batch, when the call is over.
             computed: columns that one forward may have to compute.
             held: bytes of the device that are this sequence's already, or will be freed for it.
+            known: how its K/V are laid out, if that is known.
         """
         self.hosted, self._num_tokens = frozenset(), columns
         if not any(device_for(device).is_apart for device in layer_devices(model, 1) or execution_devices(model)):
             return
         layers = compat.cache_layers(model.config, 1)
         devices = _devices_of(model, layers)
-        nbytes = [rows * columns * each for each in _token_nbytes(model, layers)]
+        nbytes = [rows * columns * each for each in _token_nbytes(model, layers, known)]
         reserve = compat.activation_nbytes(model.config, model.dtype) * rows * computed + RESERVE_NBYTES
         for device in dict.fromkeys(devices):
             places = [place for place, each in enumerate(devices) if each == device]
@@ -149,8 +153,13 @@ def _devices_of(model: PreTrainedModel, layers: Sequence[Any]) -> list[torch.dev
     return [device for layer, device in zip(layers, devices, strict=True) if isinstance(layer, GrowableLayer)]
 
 
-def _token_nbytes(model: PreTrainedModel, layers: Sequence[Any]) -> list[int]:
-    """Return the bytes of one token's K/V in each layer with full attention, as expected of the config."""
-    expected = expected_layouts(model, layers)
-    pieces = [heads * width * dtype.itemsize for heads, width, dtype in expected[0].main.pieces] if expected else []
+def _token_nbytes(model: PreTrainedModel, layers: Sequence[Any], known: SequenceLayout | None) -> list[int]:
+    """Return the bytes of one token's K/V in each layer with full attention, as `known` or expected of the config."""
+    layouts = [known] if known is not None else expected_layouts(model, layers)
+    if not layouts or not layouts[0].main.pieces:
+        return []
+    # The likeliest comes first; of latent K/V it is not known whether they are kept multiplied out.
+    is_latent = layouts[0].main.pieces[0][0] == 1
+    layout = max(layouts, key=lambda each: each.main.nbytes(1)) if is_latent else layouts[0]
+    pieces = [heads * width * dtype.itemsize for heads, width, dtype in layout.main.pieces]
     return [keys + values for keys, values in zip(pieces[::2], pieces[1::2], strict=True)]

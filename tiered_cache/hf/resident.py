@@ -82,7 +82,6 @@ def fill(
             binding.layers = resident.layers
             truncate(resident.layers, kept)
             binding.plan(prompt.rows * expand, total, prompt.length - kept, resident.device_nbytes)
-            binding.place(resident.layers)
     finally:
         binding.release(matches)
     known = [match.known_tokens for match in matches]

@@ -6,7 +6,6 @@ Owns the checks that keep stock generate() from answering from a wrong prefix. R
 
 import enum
 import functools
-import logging
 import sys
 import threading
 from collections import Counter
@@ -24,13 +23,11 @@ from tiered_cache.hf.cache import TieredCache
 from tiered_cache.hf.checks import check_length, covered_columns, refuse_call, refuse_class
 from tiered_cache.hf.columns import Columns, Padding, count_tokens
 from tiered_cache.hf.content import Content, plain_arguments, positions_follow, refuse_encoded, refuse_state
-from tiered_cache.hf.explain import Refusal
+from tiered_cache.hf.explain import NOT_KEPT, Refusal, warn
 from tiered_cache.hf.prefill import feed
 from tiered_cache.hf.resident import Resident
 from tiered_cache.hf.shapes import lengths, side_layers
 from tiered_cache.usage import MissReason, Usage
-
-logger = logging.getLogger(__name__)
 
 _opening = threading.Lock()
 
@@ -208,7 +205,7 @@ class Session:
         at_once = generation_config.prefill_chunk_size is None
         self._covered = cache.reuse(
             self._prompt, prompt_tokens, self._expand, self._resident, refusal, at_once=at_once,
-            total=generation_config.max_length or None,
+            total=generation_config.max_length or 0,
         )  # fmt: skip
         self._resident = Resident([], None, None, Counter())  # frees what was not reused
         self._stage = Stage.RESTORED
@@ -367,12 +364,13 @@ class Session:
                 return
             cache.columns = columns.cut(length)
             cache.store(range(columns.rows), [min(self._padding.end_of(row, prompt.length), length) for row in columns.ids])
-        except Exception as error:
-            logger.warning("Storing failed, this call's K/V are not kept: %r", error, exc_info=True)
+        except Exception as error:  # noqa: BLE001
+            warn(NOT_KEPT, error)
 
     def fail(self) -> None:
         """Make the cache usable again after generate() raised: keep and store only what is surely complete."""
         cache = self._cache
+        cache.settle()  # what was restored has to be there, for it to be kept
         known, cache.columns = cache.columns, None  # until all layers are known to hold it, should this be interrupted too
         if self._stage is Stage.PREFILLED and self._prompt is not None:
             self._keep_prompt(self._prompt)
