@@ -63,9 +63,15 @@ class Arrival:
     def begin(self) -> None:
         """Start with the first layers. Raises MemoryError: the device has no room for their staging."""
         room = max((self._nbytes(layer) for layer in self._waiting), default=0)
-        for _ in range(min(2, len(self._waiting))):
-            self._start(room)
+        for slot in [self._ring.take(room) for _ in range(min(2, len(self._waiting)))]:
+            self._start(slot)
 
+    def cancel(self) -> None:
+        """Bring nothing any more."""
+        self._waiting.clear()
+        self._coming.clear()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def bring(self, layer: int) -> None:
         """Put what `layer` waits for in place, for whatever the current stream does next, and start with a later one."""
         while layer in self._waiting or layer in self._coming:
@@ -73,14 +79,14 @@ class Arrival:
 
     def wait(self) -> None:
         """Put all that is left in place, and wait until it was read from the host."""
-        while self._coming:
+        while self._waiting or self._coming:
             self._put_next()
         if self._last is not None:
             self._last.wait()
 
-    def _start(self, nbytes: int) -> None:
-        layer = self._waiting.pop(0)
-        slot, pairs, offset = self._ring.take(nbytes), [], 0
+    def _start(self, slot: Slot) -> None:
+        layer = self._waiting[0]
+        pairs, offset = [], 0
         for _, parts in self._runs:
             extents = self._layout.extents(parts[0].num_tokens)
             first, last = extents[2 * layer][0], extents[2 * layer + 1][1]
@@ -89,8 +95,11 @@ class Arrival:
                 offset += last - first
         self._last = self._device.copy_all(Lane.UP, pairs, slot.busy)
         self._coming[layer] = slot, self._last
+        del self._waiting[0]  # now, and not before: it is begun
 
     def _put_next(self) -> None:
+        if not self._coming:  # a start failed
+            self._start(self._ring.take(max(map(self._nbytes, self._waiting))))
         layer = next(iter(self._coming))
         slot, came = self._coming.pop(layer)
         came.order()
@@ -105,7 +114,7 @@ class Arrival:
                 put(view if len(parts) > 1 else view[0], tensor[self._rows, :, first:last])
         slot.busy = [self._device.mark()]
         if self._waiting:
-            self._start(slot.buffer.nbytes)
+            self._start(self._ring.take(0))
 
     def _of(self, layer: int) -> BlockLayout:
         return BlockLayout(self._layout.pieces[2 * layer : 2 * layer + 2], self._layout.device)

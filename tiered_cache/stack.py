@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Self
 
@@ -78,6 +78,7 @@ class TierStack:
             self._archive.writes.start()
         self._committer = Workers(1, "tiered_cache committer")
         self._behind: Future[None] | None = None
+        self._behind_lock = threading.Lock()
         self._movement = Movement(self._lock, self._index, self._inventory, self.tiers, self._archive)
         self._lookup = Lookup(self._lock, self._index, self._inventory, self._archive)
         _all.add(self)
@@ -186,15 +187,17 @@ class TierStack:
 
     def behind(self, job: Callable[[], None]) -> None:
         """Run `job`, which commits and does not raise, on a thread of this stack's. One at a time: waits for the one before."""
-        self.settle()
-        self._behind = self._committer.submit(job)
+        with self._behind_lock:
+            self.settle()
+            if self.closed:
+                job()  # which notices
+            else:
+                self._behind = self._committer.submit(job)
 
     def settle(self) -> None:
         """Wait until all that was committed is stored in memory."""
-        future = self._behind
-        if future is not None:
-            future.result()
-            self._behind = None if self._behind is future else self._behind
+        if self._behind is not None:
+            wait([self._behind])
 
     def _segments(self, tokens: bytes, port: BlockPort) -> list[tuple[int, bytes]]:
         """Cut a sequence into what its blocks hold: (place of the first token, encoded tokens), parents first.
@@ -305,7 +308,6 @@ class TierStack:
         Caches that use this stack go on without reuse.
         """
         self.settle()
-        self._committer.close()
         if self._archive is not None and not self.closed and not self._archive.flush(EXIT_FLUSH_S):
             self._archive.writes.give_up()
         self._close()
@@ -315,6 +317,7 @@ class TierStack:
             if not self.closed:
                 self._inventory.discard_roots(lambda root: True)
                 self.closed = True
+                self._committer.close()
                 if self._archive is not None:
                     self._archive.close()
 
@@ -368,7 +371,7 @@ def _after_fork(in_child: bool) -> None:
     while _forking:
         stack = _forking.pop()
         if in_child:
-            stack._behind = None
+            stack._behind, stack._behind_lock = None, threading.Lock()
         if in_child and stack._archive is not None:
             stack._archive.after_fork()
             stack._movement.after_fork()

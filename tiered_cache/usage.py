@@ -119,3 +119,13 @@ def format_bytes(nbytes: int) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def first_tokens(by_tier: dict[str, int], num_tokens: int) -> dict[str, int]:
+    """Return how many of the first `num_tokens` tokens came from which tier; a sequence goes on in slower ones."""
+    first = {}
+    for tier, tokens in by_tier.items():
+        if num_tokens > 0:
+            first[tier] = min(tokens, num_tokens)
+            num_tokens -= tokens
+    return first

@@ -29,7 +29,7 @@ class Workers:
 
     def _start_anew(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may close a stack anywhere
         self._threads: list[threading.Thread] = []
         self._idle = threading.Semaphore(0)
 

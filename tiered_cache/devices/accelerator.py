@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tiered_cache.devices.arena import Arena, aligned
+from tiered_cache.devices.arena import STEP, Arena, aligned
 from tiered_cache.devices.base import Device, Event, Lane, allocate_pageable
 
 logger = logging.getLogger(__name__)
@@ -16,15 +16,16 @@ logger = logging.getLogger(__name__)
 class StreamEvent(Event):
     """A point in a stream."""
 
-    def __init__(self, device: torch.device, event: torch.Event) -> None:
-        self._device = device
+    def __init__(self, owner: "AcceleratorDevice", event: torch.Event) -> None:
+        self._owner = owner
         self.event = event
 
     def wait(self) -> None:
         self.event.synchronize()
+        self._owner.forget_done()
 
     def order(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self.event)
+        torch.accelerator.current_stream(self._owner.device).wait_event(self.event)
 
 
 class AcceleratorDevice(Device):
@@ -41,14 +42,13 @@ class AcceleratorDevice(Device):
         # What a lane touches stays alive until it is done.
         self._under_way: dict[Lane, deque[tuple[torch.Event, object]]] = {lane: deque() for lane in Lane}
         self._arena = Arena(_pinned, let_go=_unpin_unused)
-        self._pins = True
+        self._pins, self._warned = True, False
 
     def footprint(self, nbytes: int) -> int:
         return aligned(nbytes)
 
     def allocate(self, memory: str, nbytes: int) -> torch.Tensor:
-        for lane in Lane:
-            self._forget_done(lane)
+        self.forget_done()
         if memory == "device":
             with torch.inference_mode(False):
                 try:
@@ -61,14 +61,17 @@ class AcceleratorDevice(Device):
                 if span is not None:
                     return span
             except (RuntimeError, MemoryError) as error:
-                self._pins = False
-                logger.warning("Host memory cannot be pinned (%s); copies to %s will be slower.", error, self.device)
+                self._pins = nbytes > STEP  # else not even a little
+                if not self._warned:
+                    logger.warning("Host memory cannot be pinned (%s); copies to %s will be slower.", error, self.device)
+                self._warned = True
         return allocate_pageable(nbytes)
 
     def is_local(self, buffer: torch.Tensor) -> bool:
         return buffer.device == self.device
 
     def free_bytes(self) -> int:
+        self.forget_done()
         if hasattr(torch.accelerator, "get_memory_info"):
             free, _ = torch.accelerator.get_memory_info(self.device)
         else:  # before torch 2.10
@@ -77,7 +80,7 @@ class AcceleratorDevice(Device):
         return int(free + cached)
 
     def mark(self) -> Event:
-        return StreamEvent(self.device, torch.accelerator.current_stream(self.device).record_event())
+        return StreamEvent(self, torch.accelerator.current_stream(self.device).record_event())
 
     def run(
         self,
@@ -99,8 +102,8 @@ class AcceleratorDevice(Device):
             finally:  # part of it may be under way
                 done = stream.record_event()
                 self._under_way[lane].append((done, (*reads, *writes)))
-            self._forget_done(lane)
-        return StreamEvent(self.device, done)
+        self.forget_done()
+        return StreamEvent(self, done)
 
     def claim(
         self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = (), by_thread: bool = False
@@ -111,11 +114,12 @@ class AcceleratorDevice(Device):
             if tensor.device == self.device:
                 tensor.record_stream(stream)
 
-    def _forget_done(self, lane: Lane) -> None:
-        with self._locks[lane]:
-            under_way = self._under_way[lane]
-            while under_way and under_way[0][0].query():
-                under_way.popleft()
+    def forget_done(self) -> None:
+        """Let go of what lanes are done with."""
+        for lane, under_way in self._under_way.items():
+            with self._locks[lane]:
+                while under_way and under_way[0][0].query():
+                    under_way.popleft()
 
 
 def _unpin_unused() -> None:

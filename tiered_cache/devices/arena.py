@@ -15,6 +15,7 @@ import torch
 
 ALIGNMENT = 4096  # of spans: a page
 STEP = 128 << 20  # by which the arena grows; a power of two, as torch rounds pinned memory up to one
+MOST = 2 << 30  # bytes of a slab, unless one span needs more
 SPANS = 4  # that a slab has room for, at least: few large ones would leave much of a power of two unused
 LOOSE = 3 / 4  # of the arena must be in use for it to grow: what does not fit into what is free is not worth more pinned memory
 
@@ -81,17 +82,28 @@ class Arena:
         return any(stop - start >= size for _, start, stop in self._free)
 
     def _grow(self, size: int) -> None:
-        nbytes = max(self._step, SPANS * (1 << (size - 1).bit_length()))
-        self._slabs[self._next] = self._allocate(nbytes).numpy()  # keeps the tensor
+        least = max(self._step, 1 << (size - 1).bit_length())
+        nbytes = min(max(least, SPANS * (1 << (size - 1).bit_length())), max(least, MOST))
+        try:
+            slab = self._allocate(nbytes)
+        except (RuntimeError, MemoryError):
+            if nbytes == least:
+                raise
+            nbytes = least
+            slab = self._allocate(nbytes)
+        self._slabs[self._next] = slab.numpy()  # keeps the tensor
         bisect.insort(self._free, (self._next, 0, nbytes))
         self.reserved_bytes += nbytes
         self._next += 1
 
     def _trim(self) -> None:
         """Let slabs go that are free as a whole."""
+        gone = False
         for span in [span for span in self._free if span[2] - span[1] == self._slabs[span[0]].nbytes]:
             self._free.remove(span)
             self.reserved_bytes -= self._slabs.pop(span[0]).nbytes
+            gone = True
+        if gone:
             self._let_go()
 
     def _take_back(self) -> None:

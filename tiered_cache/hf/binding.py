@@ -43,7 +43,7 @@ from tiered_cache.port import SequencePort
 from tiered_cache.stack import TierStack
 from tiered_cache.tiers.base import Transfer
 from tiered_cache.tiers.disk import Stay
-from tiered_cache.usage import MissReason, Usage
+from tiered_cache.usage import MissReason, Usage, first_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,26 +178,19 @@ class Binding:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until what was loaded has arrived, and let go of what it was read from."""
-        with uninterrupted():
-            for transfer in self._arriving:
-                transfer.wait()
-            self._arriving.clear()
-            while self._read:
-                self._stack.release(self._read.pop())
+        """Wait until what was loaded has arrived, and let go of what it was read from.
 
-    def usable(self, prompt: Columns, matches: Sequence[Match], limit: int) -> int:
-        """Return how many columns, up to `limit`, every row can restore: the window before their end is stored too."""
-        columns = prompt.end(min([limit, *(pad + match.num_tokens for pad, match in zip(prompt.pads, matches, strict=True))]))
-        while columns > min(prompt.pads):  # more than pads
-            reach = [
-                pad + match.usable(columns - pad) if columns > pad else columns
-                for pad, match in zip(prompt.pads, matches, strict=True)
-            ]
-            if min(reach) == columns:
-                return columns
-            columns = prompt.end(min(reach))
-        return 0
+        Raises:
+            Exception: some of it did not.
+        """
+        with uninterrupted():
+            try:
+                while self._arriving:
+                    self._arriving.pop().wait()
+            finally:
+                self._arriving.clear()
+                while self._read:
+                    self._stack.release(self._read.pop())
 
     def load(self, prompt: Columns, expand: int, matches: Sequence[Match], columns: int) -> Loaded:
         """Copy the first `columns` columns of every row, `expand` times, to fresh layers.
@@ -255,7 +248,11 @@ class Binding:
                 left[row], served_by_row[row] = fetched.match, fetched.served
                 self._arriving += fetched.arriving
                 if late is not None:
-                    late.begin()
+                    try:
+                        late.begin()
+                    except (MemoryError, torch.OutOfMemoryError):
+                        late.cancel()
+                        raise
                     for place, layer in enumerate(full_layers(layers)):
                         layer.arriving = functools.partial(late.bring, place)
                 is_complete &= fetched.is_complete
@@ -276,7 +273,7 @@ class Binding:
         self.layers, self._reused, self._from = layers, reached, columns
         served: dict[str, int] = {}
         for pad, by_tier in zip(prompt.pads, served_by_row, strict=True):
-            for tier, tokens in _first(by_tier, reached - pad).items():
+            for tier, tokens in first_tokens(by_tier, reached - pad).items():
                 served[tier] = served.get(tier, 0) + tokens
         return Loaded(reached, served, left)
 
@@ -390,13 +387,3 @@ def _store_all(commits: Sequence[Callable[[], int]], usage: Usage) -> None:
                 usage.created_tokens += commit()
     except Exception as error:  # noqa: BLE001
         warn(NOT_KEPT, error)
-
-
-def _first(by_tier: dict[str, int], num_tokens: int) -> dict[str, int]:
-    """Return how many of the first `num_tokens` tokens came from which tier; a sequence goes on in slower ones."""
-    first = {}
-    for tier, tokens in by_tier.items():
-        if num_tokens > 0:
-            first[tier] = min(tokens, num_tokens)
-            num_tokens -= tokens
-    return first

@@ -26,7 +26,7 @@ from tiered_cache.hf.layers import GrowableLayer, begin_forward, capacity_for
 from tiered_cache.hf.offload import Offload, check_offload
 from tiered_cache.hf.prefill import split_points
 from tiered_cache.hf.resident import Resident, fill, is_whole
-from tiered_cache.hf.shapes import is_hosted, is_stateful, lengths
+from tiered_cache.hf.shapes import full_layers, is_hosted, is_stateful, lengths
 from tiered_cache.hf.windows import CapturingSlidingLayer
 from tiered_cache.interrupts import uninterrupted
 from tiered_cache.stack import TierStack, check_stack
@@ -47,9 +47,8 @@ class TieredCache(DynamicCache):
         salt: str or bytes; what is stored under one salt is never found under another.
         ttl: seconds for which what its calls store may be reused; None: until it is evicted.
         pin: whether what its calls store is kept when others are evicted, up to half of a tier's capacity.
-        offload: which of the running sequence's layers have their K/V in host memory, where there is an accelerator: as few as
-            its free memory and the request's length need ("auto"); all but a share (0.0 to 1.0); or as few as needed to have
-            no more than so many bytes of K/V on the accelerator (an int, or a str such as "2GiB").
+        offload: how many layers of the running sequence have their K/V on the accelerator, and not in host memory: all that
+            fit ("auto"), a share of them (0.0 to 1.0), or what fits into so many bytes (an int, or a str such as "2GiB").
 
     Raises:
         ConfigError: `stack` is no TierStack, or another argument is of the wrong kind.
@@ -81,7 +80,7 @@ class TieredCache(DynamicCache):
         self.layer_class_to_replicate = GrowableLayer
         self.stack = default_stack() if stack is None else check_stack(stack, "TieredCache(stack=...)")
         self._offload = Offload(check_offload(offload), self.stack.relieve)
-        self._usage = Usage()
+        self.noted = Usage()
         self.split_points: list[int] = []  # columns after which a snapshot is to be taken in this call's prefill
         self.session: Any = None  # the generate() call that is using this cache
         self.columns: Columns | None = None  # the tokens of the layers' columns, as far as they are known
@@ -97,7 +96,7 @@ class TieredCache(DynamicCache):
     def usage(self) -> Usage:
         """Token counts of the last generate() or restore(), once what it stored is stored."""
         self.stack.settle()
-        return self._usage
+        return self.noted
 
     # --- for loops written by hand ----------------------------------------------------------------------------------
 
@@ -118,7 +117,7 @@ class TieredCache(DynamicCache):
             CacheInUseError: a generate() call is using this cache.
             UnsupportedModelError: an encoder-decoder model.
         """
-        self._check_free()
+        self.check_free()
         model = compat.inner_model(model)
         compat.check_decoder(model)
         prompt = Columns.of(input_ids, attention_mask)
@@ -126,7 +125,7 @@ class TieredCache(DynamicCache):
         refusal = self.bind(model, by_hand=True) or refuse_by_hand(model, input_ids)
         self._fed = prompt
         columns = self.reuse(prompt, count_tokens(input_ids, attention_mask), 1, resident, refusal, at_once=False)
-        self.stack.record(self._usage)
+        self.stack.record(self.noted)
         return columns
 
     def commit(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> None:
@@ -142,12 +141,11 @@ class TieredCache(DynamicCache):
             ConfigError: restore() was not called, or `input_ids` are not the tokens this cache was restored for.
             CacheInUseError: a generate() call is using this cache.
         """
-        self._check_free()
+        self.check_free()
         if not self._by_hand:
             raise ConfigError("commit() needs restore(model, input_ids) before it: that says which model fed this cache.")
         length = max(lengths(self.layers), default=0)
-        columns = check_commit(input_ids, attention_mask, length, self._fed)
-        self.columns = columns.cut(length)
+        self.columns = columns = check_commit(input_ids, attention_mask, length, self._fed).cut(length)
         self.store(range(columns.rows), [length] * columns.rows)
 
     def explain(self) -> str:
@@ -159,8 +157,7 @@ class TieredCache(DynamicCache):
     def take_out(self) -> Resident:
         """Take what this cache holds out of it; `put_back` undoes that."""
         resident = Resident(self.layers, self.columns, self._binding, self._forwards)
-        self.columns = None  # first: tokens are never known of layers that are not there
-        self.layers = []
+        self.columns, self.layers = None, []  # in this order: tokens are never known of layers that are not there
         return resident
 
     def put_back(self, resident: Resident) -> None:
@@ -170,21 +167,12 @@ class TieredCache(DynamicCache):
 
     def bind(self, model: PreTrainedModel, *, by_hand: bool = False) -> Refusal | None:
         """Make fresh layers for `model`; return why nothing may be reused with it, or None."""
-        if self._binding is not None:
-            self._binding.settle()
+        self.settle()
         self._binding = Binding(model, self.stack, self._salt, self._stay, self._offload, by_hand)
         self.layers, self.columns, self._forwards = self._binding.layers, None, Counter()
         self._by_hand, self._fed = by_hand, None
         self._first_layer = next(place for place, layer in enumerate(self.layers) if not isinstance(layer, compat.EMPTY_LAYERS))
         return self._binding.refusal
-
-    def stand_aside(self, prompt_tokens: int) -> None:
-        """Note a call of an encoder-decoder model, which runs on a cache of transformers' own."""
-        self._check_free()
-        self.take_out()
-        why = Refusal(MissReason.UNSUPPORTED_LAYERS, "an encoder-decoder model: nothing is kept from one call to the next")
-        self.note(Usage(prompt_tokens, miss_reason=why.reason), why)
-        self.stack.record(self._usage)
 
     def fresh_layers(self) -> list[Any]:
         """Return empty layers for the model this cache is bound to."""
@@ -232,6 +220,8 @@ class TieredCache(DynamicCache):
             except Exception as error:  # noqa: BLE001  a tier that fails, in whatever way, is a miss
                 warn("Reuse failed, the whole prompt is computed", error)
                 refusal = Refusal(MissReason.TIER_ERROR, f"a tier failed ({error})")
+                self._bound.relieve()
+                self._bound.place(self._bound.layers)
             self.layers = self._bound.layers
             if self._by_hand:  # who knows when the loop's forward is over
                 self._bound.settle()
@@ -240,8 +230,8 @@ class TieredCache(DynamicCache):
         reason = refusal.reason if refusal is not None and not every_row_one else None
         self.note(Usage(prompt_tokens, cached, 0, served, time.perf_counter() - started, reason), refusal)
         self.columns = prompt.cut(columns).repeat(expand) if prompt is not None and columns else None
-        splits = may_split and self._bound.takes_snapshots
-        points = split_points(prompt, columns, known) if prompt is not None and splits else []
+        may_split = may_split and self._bound.takes_snapshots
+        points = split_points(prompt, columns, known) if prompt is not None and may_split else []
         self.split_points = [point for point in points if prompt is not None and self._bound.can_split(prompt, point)]
         return columns
 
@@ -252,25 +242,29 @@ class TieredCache(DynamicCache):
 
     def take_snapshot(self) -> None:
         """Keep what recurrent layers hold now, to be stored with the columns so far."""
-        length = max(lengths(self.layers), default=0)
-        if self._may_store and self._bound.takes_snapshots and length:
+        if self._may_store and self._bound.takes_snapshots and (length := max(lengths(self.layers), default=0)):
             self._bound.take_snapshot(length)
 
-    def settle(self) -> None:
-        """Let go of what this call's restore read, when that has arrived."""
-        if self._binding is not None:
-            self._binding.settle()
+    def settle(self) -> bool:
+        """Let go of what this call's restore read, when that has arrived; return whether it has."""
+        try:
+            if self._binding is not None:
+                self._binding.settle()
+        except Exception as error:  # noqa: BLE001
+            warn("A restore did not arrive", error)
+            return False
+        return True
 
     def end_call(self) -> None:
         """Free what was kept for this call only, and count it."""
         self.settle()
         if self._binding is not None:
             self._binding.snapshots.clear()
-        self.stack.record(self._usage)
+        self.stack.record(self.noted)
 
     def note(self, usage: Usage, refusal: Refusal | None) -> None:
         """Keep what the present call did, for `usage` and `explain()`."""
-        self._usage, self._refusal = usage, refusal
+        self.noted, self._refusal = usage, refusal
 
     def store(self, rows: Sequence[int], stops: Sequence[int], *, is_complete: bool = True) -> None:
         """Store `rows` of the known columns, each up to its column `stop`, as far as they are not stored yet.
@@ -283,7 +277,7 @@ class TieredCache(DynamicCache):
             return
         try:
             is_complete = is_complete and is_whole(self._forwards)
-            self._bound.store(self.columns, rows, stops, self._usage, is_complete=is_complete)
+            self._bound.store(self.columns, rows, stops, self.noted, is_complete=is_complete)
         except Exception as error:  # noqa: BLE001
             warn(NOT_KEPT, error)
 
@@ -372,7 +366,10 @@ class TieredCache(DynamicCache):
         self._follow(lambda columns: columns.take(torch.arange(columns.rows)[indices.cpu()].tolist()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        self._check_free()
+        self.check_free()
+        self.stack.settle()
+        for layer in full_layers(self.layers):
+            layer.settle()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
@@ -381,8 +378,8 @@ class TieredCache(DynamicCache):
     def __repr__(self) -> str:
         length = max(lengths(self.layers), default=0)
         held = f"{length:,} tokens in {len(self.layers)} layers" if length else "empty"
-        last = f"; last call reused {self._usage.cached_tokens:,} of {self._usage.prompt_tokens:,} prompt tokens"
-        return f"{type(self).__name__}({held}{last if self._usage.prompt_tokens else ''})"
+        last = f"; last call reused {self.noted.cached_tokens:,} of {self.noted.prompt_tokens:,} prompt tokens"
+        return f"{type(self).__name__}({held}{last if self.noted.prompt_tokens else ''})"
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -391,7 +388,8 @@ class TieredCache(DynamicCache):
         assert self._binding is not None
         return self._binding
 
-    def _check_free(self) -> None:
+    def check_free(self) -> None:
+        """Raise CacheInUseError while a generate() call is under way."""
         if self.session is not None and self.session.is_alive():
             raise CacheInUseError("This TieredCache is used by a generate() call. Give each call a cache of its own.")
 

@@ -21,7 +21,7 @@ from tiered_cache.hf.columns import count_tokens
 from tiered_cache.hf.explain import Refusal
 from tiered_cache.hf.session import Session
 from tiered_cache.stack import TierStack, check_stack
-from tiered_cache.usage import MissReason
+from tiered_cache.usage import MissReason, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,11 @@ def _generate_apart(original: Callable[..., Any], model: PreTrainedModel, args: 
     for name in compat.CACHE_ARGUMENTS:
         cache = kwargs.pop(name, None)
         if _is_tiered(cache):
-            cache.stand_aside(*_count_prompt(args, kwargs)[:1])
+            cache.check_free()
+            cache.take_out()
+            why = Refusal(MissReason.UNSUPPORTED_LAYERS, "an encoder-decoder model: nothing is kept from one call to the next")
+            cache.note(Usage(_count_prompt(args, kwargs)[0], miss_reason=why.reason), why)
+            cache.stack.record(cache.noted)
     return original(model, *args, **kwargs)
 
 

@@ -121,7 +121,7 @@ class LayerRing:
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Return a slot's buffer, as large as it will have to be if there is room for that."""
         expected = max((home.row_nbytes for home in self.homes), default=0) * self.num_tokens
-        for size in dict.fromkeys((max(nbytes, expected), nbytes)):
+        for size in dict.fromkeys((min(max(nbytes, expected), 2 * nbytes), nbytes)):
             for is_last in (False, True):
                 try:
                     return self.device.allocate("device", size)
@@ -266,7 +266,7 @@ class HostHome(Home):
         self.flat[:used] = before[:used]
 
     def _room(self, length: int) -> int:
-        return self.ring.num_tokens if length <= self.ring.num_tokens else capacity_for(length)
+        return min(max(self.ring.num_tokens, length), 2 * capacity_for(length))  # what is expected may be far off
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HostHome":
         self.settle()

@@ -137,7 +137,8 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if self.home is not None and (torch.is_grad_enabled() or key_states.dtype != value_states.dtype):
             self.move(None)
         if self.home is not None:
-            return self._append_home(self.home, key_states, value_states)
+            appended: tuple[torch.Tensor, torch.Tensor] = self._append_home(self.home, key_states, value_states)
+            return appended
         assert self.keys is not None and self.values is not None
         if torch.is_grad_enabled():
             keys = torch.cat([self.keys, key_states], dim=-2)
@@ -203,7 +204,11 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Put rows `beam_idx` `[B]` in place of the present ones. The next update need not grow."""
         if self.home is not None and self.get_seq_length() > 0:
             self._follow(self.home)
-            self.home.reorder(beam_idx)
+            if len(beam_idx) == len(self._both[0]):
+                self.home.reorder(beam_idx)
+            else:
+                self.home.settle()
+                super().reorder_cache(beam_idx)
         elif self._tied:
             self.keys, self.values = self._growing_keys.select(beam_idx), self._growing_values.select(beam_idx)
         else:
@@ -215,7 +220,7 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.settle()
-        super().batch_select_indices(indices)
+        super().batch_select_indices(indices if self.home is None else indices.cpu())
 
     def reset(self) -> None:
         """Drop all tokens."""
@@ -225,6 +230,8 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if self.home is not None:
             self.home.clear()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def move(self, home: Home | None) -> None:
         """Let the K/V live in `home` from now on, an empty one, or on the device if None."""
         before, self.home, held = self.home, None, self.get_seq_length() > 0
@@ -251,6 +258,7 @@ class GrowableLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self._follow(self.home)
             self.home.settle()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _append_home(
         self, home: Home, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

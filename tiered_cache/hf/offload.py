@@ -121,6 +121,9 @@ class Offload:
                 chosen = hosted_by_budget(sizes, self._setting * len(places) // len(devices))
             else:
                 chosen = hosted_by_budget(sizes, mover.free_bytes() + held - reserve)
+                if chosen:  # copies of blocks give way first
+                    self._relieve(sum(sizes) + reserve - held - mover.free_bytes())
+                    chosen = hosted_by_budget(sizes, mover.free_bytes() + held - reserve)
             self.hosted |= {places[each] for each in chosen if mover.is_apart}
         if any(isinstance(layer, compat.EMPTY_LAYERS) for layer in layers):
             self.hosted -= {len(devices) - 1}  # layers that keep nothing use what the last one returned

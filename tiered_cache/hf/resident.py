@@ -4,6 +4,7 @@ Refuses to own which tokens the cache holds afterwards (cache) and how K/V are f
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from tiered_cache.hf.binding import Binding
 from tiered_cache.hf.columns import Columns
 from tiered_cache.hf.explain import Refusal, why_not_more
 from tiered_cache.hf.shapes import full_layers, is_stateful, lengths, truncate
+from tiered_cache.matching import Match
 
 
 def is_whole(forwards: Counter[tuple[str, int]]) -> bool:
@@ -67,7 +69,7 @@ def fill(
     matches = binding.match(prompt)
     try:
         columns, served = 0, dict[str, int]()
-        while columns == 0 and (stored := binding.usable(prompt, matches, limit)) > kept:
+        while columns == 0 and (stored := usable(prompt, matches, limit)) > kept:
             if not any(match.on_disk for match in matches):  # nothing can fail any more
                 resident.layers.clear()  # not needed any more: frees their memory before more is taken
             binding.plan(prompt.rows * expand, total, prompt.length - stored, resident.device_nbytes)
@@ -87,3 +89,17 @@ def fill(
     known = [match.known_tokens for match in matches]
     why = why_not_more(prompt.pads, matches, columns, binding.takes_snapshots) if columns < limit else None
     return columns, served, why, known
+
+
+def usable(prompt: Columns, matches: Sequence[Match], limit: int) -> int:
+    """Return how many columns, up to `limit`, every row can restore: the window before their end is stored too."""
+    columns = prompt.end(min([limit, *(pad + match.num_tokens for pad, match in zip(prompt.pads, matches, strict=True))]))
+    while columns > min(prompt.pads):  # more than pads
+        reach = [
+            pad + match.usable(columns - pad) if columns > pad else columns
+            for pad, match in zip(prompt.pads, matches, strict=True)
+        ]
+        if min(reach) == columns:
+            return columns
+        columns = prompt.end(min(reach))
+    return 0

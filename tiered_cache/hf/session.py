@@ -193,7 +193,7 @@ class Session:
 
         self._expand = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         self._padding = Padding.of(generation_config)
-        passed_tokens = cache.usage.prompt_tokens
+        passed_tokens = cache.noted.prompt_tokens
         try:
             whole_ids, prompt_tokens, refusal = self._read_prompt(input_ids, generation_config, model_kwargs)
         except Exception:
@@ -288,7 +288,7 @@ class Session:
         if unknown:
             if new_only and not self._automatic:
                 raise self._needs_all_tokens()
-            return input_ids, self._cache.usage.prompt_tokens, Refusal.first(refusals)
+            return input_ids, self._cache.noted.prompt_tokens, Refusal.first(refusals)
         if new_only:
             input_ids = self._completed(input_ids, generation_config, model_kwargs)
         if compat.mask_columns(generation_config, model_kwargs) != input_ids.shape[1]:
@@ -370,9 +370,10 @@ class Session:
     def fail(self) -> None:
         """Make the cache usable again after generate() raised: keep and store only what is surely complete."""
         cache = self._cache
-        cache.settle()  # what was restored has to be there, for it to be kept
         known, cache.columns = cache.columns, None  # until all layers are known to hold it, should this be interrupted too
-        if self._stage is Stage.PREFILLED and self._prompt is not None:
+        if not cache.settle():  # some of what was restored is not there
+            cache.truncate(0)
+        elif self._stage is Stage.PREFILLED and self._prompt is not None:
             self._keep_prompt(self._prompt)
             cache.columns = cache.columns if cache.truncate(self._prompt.length) else None
         elif self._stage is Stage.OPENED and _uniform_length(cache) == 0:  # nothing happened yet

@@ -65,7 +65,15 @@ class _Job:
         self.after = [job for job in jobs if not job.done.is_set()]
 
     def comes_after(self, other: "_Job") -> bool:
-        return any(job is other or job.comes_after(other) for job in self.after)
+        seen, left = set[int](), list(self.after)
+        while left:
+            job = left.pop()
+            if job is other:
+                return True
+            if id(job) not in seen:
+                seen.add(id(job))
+                left += job.after
+        return False
 
 
 class ManualDevice(Device):
