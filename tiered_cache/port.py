@@ -103,7 +103,7 @@ class SequencePort:
 
     # --- from the layers --------------------------------------------------------------------------------------------
 
-    def save(self, kind: str, start: int, num_tokens: int, buffers: Sequence[torch.Tensor]) -> Transfer:
+    def save(self, kind: str, start: int, num_tokens: int, buffers: Sequence[torch.Tensor]) -> Event:
         layout = self._layouts[kind]
         rows = [rows[0] for rows in self._targets(kind, start, num_tokens)]
         links, hosted = self._links(kind, len(rows))
@@ -240,8 +240,8 @@ class _Link:
         return self.device.run(Lane.DOWN, work, reads=reads, writes=[slot.buffer], after=[self.made, *slot.busy])
 
 
-class _All(Transfer):
-    """Several copies under way."""
+class _All(Event):
+    """Several points, on one or several devices."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
@@ -249,3 +249,7 @@ class _All(Transfer):
     def wait(self) -> None:
         for event in self._events:
             event.wait()
+
+    def order(self) -> None:
+        for event in self._events:
+            event.order()
