@@ -84,6 +84,7 @@ class Movement:
         steps = list(match.steps(num_tokens))
         needed = [step for step in steps if step.kind == SIDE or step.start + step.take > have]
         reads = [(step.block, step.kind) for step in needed if isinstance(step.block, StoredBlock)]
+        to_read = sum(step.take for step in needed if isinstance(step.block, StoredBlock) and step.kind == MAIN)
         ahead = None
         if reads:
             assert self._archive is not None and match.branch is not None
@@ -91,11 +92,7 @@ class Movement:
         borrowed: list[tuple[Transfer, Buffer]] = []
         arriving: list[Transfer] = []
         reached, trouble = num_tokens, None
-        with (
-            progress.show(sum(step.take for step in needed if step.kind == MAIN), "Loading", " tokens")
-            if ahead
-            else _NO_BAR as bar
-        ):
+        with progress.show(to_read, "Loading", " tokens") if ahead else _NO_BAR as bar:
             for run in self._runs(needed, port):
                 first = run[0]
                 if isinstance(first.block, Block):

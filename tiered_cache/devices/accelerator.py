@@ -31,7 +31,7 @@ class StreamEvent(Event):
 class AcceleratorDevice(Device):
     """One accelerator, through `torch.accelerator`, `torch.Stream` and `torch.Event`.
 
-    Lanes are streams of the lowest priority: they move bytes when the computation leaves room.
+    Lanes are streams of the lowest priority there is, which on CUDA is that of the default stream too.
     """
 
     def __init__(self, device: torch.device) -> None:

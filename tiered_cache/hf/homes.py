@@ -72,8 +72,8 @@ class LayerRing:
             slot.buffer = buffer
         return slot
 
-    def fetch_ahead(self, home: "HostHome", slot: _Slot) -> None:
-        """Start to fetch what is needed next; `slot` is in use by `home` until the next layer's turn."""
+    def fetch_ahead(self, home: "HostHome") -> None:
+        """Start to fetch what is needed next; the slot of `home` is in use until the next layer's turn."""
         if home not in self.homes:  # it moves out
             return
         place = self.homes.index(home)
@@ -195,7 +195,7 @@ class HostHome(Home):
             target.copy_(source)
         if new.nbytes:
             target = self.flat[start * self.row_nbytes : stop * self.row_nbytes]
-            slot.busy = device.copy(Lane.DOWN, new, target, [device.mark(), *self.coming_down, *self.going_up])
+            slot.busy = device.copy(Lane.DOWN, new, target, [device.mark(), *self.going_up])
             self.coming_down = [slot.busy]
         self.length = slot.filled = stop
         device.claim(reads=[slot.buffer[: stop * self.row_nbytes]])
@@ -205,7 +205,7 @@ class HostHome(Home):
             rows = self._rows = torch.cat([self._rows, own])
             tokens = torch.arange(stop, device=rows.device)[:, None]
             whole = [view.permute(2, 0, 1, 3)[tokens, rows].permute(1, 2, 0, 3) for view in whole]
-        self.ring.fetch_ahead(self, slot)
+        self.ring.fetch_ahead(self)
         return whole[0], whole[1]
 
     def show(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:

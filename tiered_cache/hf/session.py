@@ -215,8 +215,8 @@ class Session:
             lambda ids, arguments: call(ids, generation_config, arguments, *args, **kwargs),
             whole_ids, model_kwargs, points, held, cache.take_snapshot,
         )  # fmt: skip
-        cache.settle()
-        if self._prompt is not None and _uniform_length(cache) != self._prompt.length:
+        has_arrived = cache.settle()
+        if self._prompt is not None and not (has_arrived and _uniform_length(cache) == self._prompt.length):
             self._prompt = None  # another cache took over, or something was put in front of the prompt
         self._stage = Stage.PREFILLED
         for slid in side_layers(cache.layers) if self._beams else ():
